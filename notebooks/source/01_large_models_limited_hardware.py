@@ -16,29 +16,25 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **2,336 MiB → 243 MiB:** the peak memory of tensors of one training step of a real pretrained model, from full fine-tuning in fp32 to everything combined, on the same batch: **90% less**. Held-out loss in 4 steps, one run each: full fine-tuning 3.69 → 2.83; LoRA 3.69 → 2.94; everything combined 3.95 → 3.06. Each row was predicted before it ran, from the same step on tensors without data: off by 5.0% at most.
-# >
-# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
 #
-# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in a dozen ways. For each way it first predicts the memory, then measures it, then checks whether it is still the same training.
+# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways. For each way it first predicts the memory, then measures it, then checks that it is still the same training.
 #
 # | | |
 # |---|---|
-# | **You will learn** | to predict the memory of a training step, and which recipe removes which part of it |
+# | **You will learn** | to say what fills the memory of a training step, and which recipe removes which part of it |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
-# | **Time** | about ten minutes on two CPU cores |
-# | **Cost** | free on a laptop or on a Colab T4 |
-
-# %% [markdown]
+# | **Minutes** | ten to run on two CPU cores, forty to read |
+# | **Has run on** | two CPU cores. A GPU gets larger sizes, and no GPU has run them yet |
+#
 # ## The map
 #
 # | | recipe | makes smaller | file |
 # |---|---|---|---|
 # | 1 | gradient accumulation | activations, loss | [gradient_accumulation.py](../recipes_lib/training/gradient_accumulation.py) |
-# | 2 | activation checkpointing | activations | [activation_checkpointing.py](../recipes_lib/memory/activation_checkpointing.py) |
-# | 3 | activation offloading | activations | [activation_offload.py](../recipes_lib/memory/activation_offload/__init__.py) |
-# | 4 | mixed precision | time | [mixed_precision.py](../recipes_lib/precision/mixed_precision.py) |
+# | 2 | activation checkpointing, with a loss in chunks | activations, loss | [activation_checkpointing.py](../recipes_lib/memory/activation_checkpointing.py), [chunked_cross_entropy](../recipes_lib/memory/chunked_cross_entropy/__init__.py) |
+# | 3 | activation offloading | activations | [activation_offload](../recipes_lib/memory/activation_offload/__init__.py) |
+# | 4 | mixed precision | time, activations | [mixed_precision.py](../recipes_lib/precision/mixed_precision.py) |
 # | 5 | compiled blocks | time, activations | [compiled_blocks.py](../recipes_lib/training/compiled_blocks.py) |
 # | 6 | optimizer step in backward | gradients | [optimizer_in_backward.py](../recipes_lib/memory/optimizer_in_backward.py) |
 # | 7 | optimizer states in 16 or 8 bits | states | [sixteen_bit_adam.py](../recipes_lib/precision/sixteen_bit_adam.py), [eight_bit_adam.py](../recipes_lib/precision/eight_bit_adam.py) |
@@ -48,11 +44,9 @@
 # | 11 | layer streaming | weights on the device | [layer_streaming.py](../recipes_lib/memory/layer_streaming.py) |
 # | 12 | dynamic batch size | the guesswork | [dynamic_batch.py](../recipes_lib/training/dynamic_batch.py) |
 #
-# Each file is short, and its first lines explain the recipe. The words of the table are explained where they are first needed. At the end, the recipes that go well together become a few lines for your own code.
-#
 # ## Setup
 #
-# Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking. It keeps the PyTorch that is there. After `make run` or `make lab` it does nothing.
+# Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking. After `make run` or `make lab` it does nothing.
 
 # %%
 import importlib.util
@@ -72,46 +66,52 @@ if importlib.util.find_spec("recipes_lib") is None:
     install(code, extra="notebooks")
 
 # %%
-import torch
+import gc
+import warnings
 
-from recipes_lib.core.measure.machine import choose_sizes, machine
+import torch
+from torch.nn import functional as F
+
+from recipes_lib.core.measure.machine import choose_sizes, machine, seed_everything
 from recipes_lib.core.measure.memory import keep_freed_memory
 from recipes_lib.core.measure.rates import measure_matrix_rates
+from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 
+# transformers 5 renames gradient checkpointing to activation checkpointing, and warns.
+warnings.simplefilter("ignore", FutureWarning)
 # On Linux, a step on a CPU is slowed by the system, which takes freed memory away
 # and fills it with zeros before it gives it back. This asks to keep it.
 keep_freed_memory()
 rates = measure_matrix_rates()  # operations per second, in about a second
+device = machine().device
 print(machine())
 for dtype, rate in rates.items():
     print(f"matrix products in {dtype}: {rate / 1e12:.2f} TFLOP/s")
 
 # %% [markdown]
-# The last two lines say how fast this machine multiplies large matrices when it does nothing else, with numbers of 32 and of 16 bits. One TFLOP/s is a million million multiplications or additions per second. No training step can be faster than its multiplications. Later we compare each step with this limit.
+# The last two lines say how fast this machine multiplies large matrices in numbers of 32 and of 16 bits; one TFLOP/s is a million million multiplications or additions per second. No step can be faster than its multiplications.
 #
-# All sizes of this notebook stand in one cell. A GPU gets a larger model than a CPU, with random weights: memory and speed do not depend on what the weights are. Whether the recipes still learn is tested at the end, always with a pretrained model.
+# All sizes stand in one cell. A GPU gets a larger model with random weights, because memory and speed do not depend on what the weights are.
 
 # %%
-# Rounds of timing, whether rows are compiled, rows of the large model, and the last
-# experiment: its model, its steps, pairs of text.
-full = dict(rounds=5, compile=True, large_rows=10)
-full |= dict(learner="smollm2", steps=4, pairs=400, held_out=12)
-brief = dict(
-    rounds=1, compile=False, large_rows=3
-)  # which takes longer than such small sizes
-brief |= dict(learner="tiny-smollm2", steps=2, pairs=40, held_out=6)
+# Rounds of timing; whether rows are compiled; rows of the large model; and the last
+# experiment: its model, its steps, its rows per step, pairs of text.
+full = dict(rounds=2, compile=True, large_rows=8)
+full |= dict(learner="smollm2", steps=8, learner_rows=6, pairs=400, held_out=12)
+# Continuous integration checks that the code works, not how fast it is.
+brief = dict(rounds=1, compile=False, large_rows=2)
+brief |= dict(learner="tiny-smollm2", steps=2, learner_rows=4, pairs=40, held_out=6)
 # On a CPU the real SmolLM2-135M. layers=None means all of its 30 blocks.
-smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=6, tokens=72)
+smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=24, tokens=72)
 # On a GPU a larger shape, of which plain fp32 training fits.
-llama = dict(shape="llama-3.2-1b", pretrained=False, rows=8, tokens=256)
+llama = dict(shape="llama-3.2-1b", pretrained=False, tokens=256)
 
 sizes = choose_sizes(
     cpu=smollm2 | full,
-    gpu16=llama | dict(layers=5) | full,
-    gpu24=llama | dict(layers=11) | full,
-    gpu80=llama | dict(shape="llama-3.2-3b", layers=None) | full,
-    # Continuous integration checks that the code works, not how fast it is.
-    fast=dict(shape="tiny-smollm2", layers=None, pretrained=False, rows=4, tokens=64)
+    gpu16=llama | dict(layers=3, rows=8) | full,
+    gpu24=llama | dict(layers=6, rows=16) | full,
+    gpu80=llama | dict(layers=None, rows=32) | full,
+    fast=dict(shape="tiny-smollm2", layers=None, pretrained=False, rows=8, tokens=64)
     | brief,
 )
 sizes
@@ -124,13 +124,9 @@ sizes
 # The text is Python's own standard library: the question is a function, the answer is its docstring. Only the answer is trained on. In the print below, the part between ⟦ and ⟧ carries no loss.
 
 # %%
-import gc
-
-from recipes_lib.core.data.chat import decode_with_mask
 from recipes_lib.core.data import batches, load_instructions
+from recipes_lib.core.data.chat import decode_with_mask
 from recipes_lib.core.model.default_model import model_source, source_note
-from recipes_lib.core.measure.machine import seed_everything
-from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 
 tokenizer = load_tokenizer()
 train = load_instructions(tokenizer, max_tokens=sizes.tokens, limit=sizes.pairs)
@@ -138,13 +134,24 @@ held_out = load_instructions(
     tokenizer, split="validation", max_tokens=sizes.tokens, limit=sizes.held_out
 )
 padding = tokenizer.pad_token_id
-device = machine().device
 gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
 
-# One batch for all rows below: [6 rows, 72 tokens] on a CPU.
-shaped = dict(batch_size=sizes.rows, length=sizes.tokens)
-batch = next(batches(train, **shaped, pad_token_id=padding, device=device))
+# One batch for all rows below: [24 rows, 72 tokens] on a CPU.
+data = batches(
+    train,
+    batch_size=sizes.rows,
+    length=sizes.tokens,
+    pad_token_id=padding,
+    device=device,
+)
+batch = next(data)
 print(decode_with_mask(train[1], tokenizer))
+print(f"\nSmolLM2 comes from: {model_source()}\n{source_note()}")
+
+# %% [markdown]
+# ## The training loop
+#
+# This is the step that every recipe changes, in plain PyTorch. A loop calls `train_step` for each batch.
 
 
 # %%
@@ -156,26 +163,37 @@ def fresh():
     return model_of_shape(sizes.shape, layers=sizes.layers)
 
 
-print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
+def adamw(model):
+    """PyTorch's own AdamW. `fused` updates all weights without temporary tensors."""
+    return torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
+
+
+def train_step(model, optimizer, rows=batch):
+    loss = model(**rows, use_cache=False).loss  # forward
+    loss.backward()  # a gradient for each weight
+    optimizer.step()  # each weight moves a little
+    optimizer.zero_grad()  # the gradients are freed
+    return loss.item()
+
 
 # %% [markdown]
 # ## What runs out: one equation
 #
-# Five things fill the memory of a training step.
+# Five things fill the memory of a step.
 #
 # - **Weights**: the numbers that the model consists of. In fp32, numbers of 32 bits, each takes 4 bytes.
-# - **States**: AdamW, the optimizer used here, keeps two averages per weight, of its gradient and of the gradient's square. That is 8 bytes per weight.
+# - **States**: AdamW keeps two averages per weight, of its gradient and of the gradient's square. That is 8 bytes per weight.
 # - **Gradients**: one number per weight, again 4 bytes.
-# - **Activations**: what the forward pass keeps so that the backward pass can compute gradients. They grow with the number of tokens.
-# - **Loss**: the output of the model is one number, a *logit*, per token and per entry of the vocabulary. The loss and its gradient need this large table three times. In this list the word *loss* stands for these bytes.
+# - **Activations**: what forward keeps so that backward can compute gradients. They grow with the number of tokens.
+# - **Loss**: the model gives one number, a *logit*, per token and per entry of the vocabulary. The loss and its gradient need this table three times. In this list the word *loss* stands for these bytes.
 #
-# So training in fp32 takes **16 bytes per weight**, however short the text is. But the five are not all there at the same moment. The model is a stack of *blocks* that are built alike. The forward pass goes through them and builds up activations. The backward pass walks through the blocks in the other direction: in each block it *uses up* activations and *leaves* gradients. Two moments matter, the one when backward begins and the one when it ends:
+# So training in fp32 takes **16 bytes per weight**, however short the text is. But the five are not all there at the same moment. The model is a stack of *blocks* that are built alike. Forward goes through them and builds up activations. Backward walks through the blocks in the other direction: in each block it *uses up* activations and *leaves* gradients. Two moments matter, the one when backward begins and the one when it ends:
 #
 # $$\text{peak} = \text{weights} + \text{states} + \max\begin{cases}\text{activations} + \text{loss} & \text{backward begins}\\ \text{gradients} + \text{embedding copies} & \text{the last gradient arrives}\end{cases}$$
 #
-# One term is easily forgotten, and it decides several rows below. SmolLM2 uses one table twice: as the embedding at its input, and as the output layer at its end. We say the table is *tied*. It gets a gradient from both ends. The first one waits while the second one is computed, and their sum is a third tensor. For a moment there are two more tables than the gradients alone need: these are the **embedding copies**.
+# The last term is easily forgotten. SmolLM2 uses one table twice, as the embedding at its input and as the output layer at its end: the table is *tied*. It gets a gradient from both ends. The first one waits while the second one is computed, and their sum is a third tensor. So for a moment there are two more tables than the gradients alone need: the **embedding copies**.
 #
-# `equation.py` computes these terms from the shapes of the model's weights. `skeleton` is a model that has shapes and no numbers, and takes no memory.
+# `equation.py` computes these terms from the shapes of the weights. `skeleton` is a model that has shapes and no numbers, and takes no memory.
 
 # %%
 from recipes_lib.core.predict import equation
@@ -183,44 +201,21 @@ from recipes_lib.core.predict import equation
 skeleton = model_of_shape(sizes.shape, layers=sizes.layers, device="meta")
 tokens = sizes.rows * sizes.tokens
 arithmetic = equation.plain_step(skeleton, rows=sizes.rows, length=sizes.tokens)
-print(f"{skeleton.num_parameters():,} weights, {tokens} tokens\n")
+print(f"{skeleton.num_parameters():,} weights, {tokens:,} tokens\n")
 print(arithmetic)
 
 # %% [markdown]
-# Check it by hand: 134,515,008 weights × 4 bytes are 513 MiB on a CPU; the states take twice that. The table has 49,152 rows of 576 numbers, so two *copies* of it are 216 MiB. The loss takes 432 tokens × 49,152 logits × 4 bytes × 3 = 243 MiB. Of the activations, each token leaves 11,136 numbers in a block:
+# Check it by hand, with the sizes of a CPU, as all numbers in the text below are. 134,515,008 weights × 4 bytes are 513 MiB; the states take twice that. The table has 49,152 rows of 576 numbers, so two *copies* of it are 216 MiB. The loss takes 1,728 tokens × 49,152 logits × 4 bytes × 3 = 972 MiB. Of the activations, each token leaves 11,136 numbers in a block:
 #
 # - 3 × 576 at each of its two norms: the input, the input normalised, and the output,
 # - 2 × (576 + 192) in attention: queries and the result are 576 numbers wide, keys and values 192,
 # - 4 × 1,536 in the MLP, the widest part of a block.
 #
-# That is 432 tokens × 30 blocks × 11,136 numbers × 4 bytes = 551 MiB; the last norm adds 3 more. *One block* is zero here: it is what recipe 2 computes again.
+# That is 1,728 tokens × 30 blocks × 11,136 numbers × 4 bytes = 2,202 MiB; the last norm adds 11 more. *One block* is zero here: it is what recipe 2 computes again.
 #
-# ## Baseline: the plain loop
+# ## Baseline
 #
-# This is what every recipe is compared with.
-
-
-# %%
-def adamw(model):
-    """PyTorch's own AdamW. `fused` updates all weights without temporary tensors."""
-    return torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
-
-
-def plain_step(model, optimizer):
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def plain():
-    model = fresh()
-    return model, adamw(model), plain_step
-
-
-# %% [markdown]
-# The results go into a table that grows by one row per recipe: the *ladder*. `ladder.climb` calls `plain()` twice. The first time, tensors have shapes and no data: the code of the step runs as it is, computes nothing, and every byte that it would take is counted. That is the prediction. The second time it is real: a first step, in which AdamW makes its states, and then one in which every byte of every tensor is counted.
+# The results go into a table that grows by one row per recipe: the *ladder*. `ladder.climb` takes a function that returns a model, its optimizer and a step, and calls it twice. The first time, tensors have shapes and no data: the step runs as it is, computes nothing, and every byte that it would take is counted. That is the prediction. The second time it is real: a first step, in which AdamW makes its states, and then one in which every byte of every tensor is counted.
 #
 # **Guess first.** Draw the memory over one step as a curve: forward, backward, optimizer. Where is the highest point?
 
@@ -234,11 +229,29 @@ ladder = MemoryLadder(
     length=sizes.tokens,
     rates=rates,
 )
-alone = dict(group="each recipe alone", dtype=torch.float32)
-baseline = ladder.climb("baseline", plain, **alone)
+
+
+def plain():
+    model = fresh()
+    return model, adamw(model), train_step
+
+
+in_32_bits = dict(group="in 32 bits", dtype=torch.float32)
+baseline = ladder.climb("baseline", plain, **in_32_bits)
+
+# %%
+timeline_chart(
+    {"baseline": ladder.timelines["baseline"]},
+    predicted={"baseline": ladder.predictions["baseline"].timeline},
+    title="The plain step: activations pile up, then gradients take their place",
+)
 
 # %% [markdown]
-# Now there are three numbers for one peak: the equation, which is arithmetic, the same step on tensors without data, and the measured one.
+# **The answer.** The highest point is in the middle, where forward ends and backward begins: 4,727 MiB. Weights and states are there all the time. Forward adds activations block by block, and at its end comes the loss. One of its three tables is counted among the activations, because forward makes it; the other two are *other*. Backward frees the activations of a block and leaves its gradients. At its very end the embedding copies make a second, lower tower. The dashed line is the prediction.
+#
+# The figure is also the plan. **Part A** attacks the first tower, which grows with the tokens. **Part B** attacks the second one, and the ground on which both stand: weights and states.
+#
+# The code that predicts is also the code that measures. The equation knows nothing of it, and is an independent witness. It leaves out what is small, such as one number per token and head in attention:
 
 # %%
 peaks = {
@@ -250,33 +263,22 @@ for name, peak in peaks.items():
     print(f"{name:<15}{peak:>13,} bytes  {peak / baseline.peak_bytes - 1:+.3%}")
 
 # %% [markdown]
-# The step without data knows every recipe below, but alone it would be the weaker claim, because its code and its account are those that measure: a fault in them would be in both numbers, while the equation knows nothing of either and is an independent witness. The equation leaves out what is small, such as one number per token and head in attention, and one per token and norm. So it is a little lower.
-
-# %%
-timeline_chart(
-    {"baseline": ladder.timelines["baseline"]},
-    predicted={"baseline": ladder.predictions["baseline"].timeline},
-    title="The plain step: activations pile up, then gradients take their place",
-)
-
-# %% [markdown]
-# Read the figure from the left. The dashed line on the edge is the prediction. Weights and states are there all the time. Forward adds activations block by block, and at its end comes the loss: that is the peak. The picture sorts bytes by who made them: one of the three tables of the loss, which forward makes, is among the activations, and the other two are *other*. Backward frees the activations of a block and leaves its gradients. At the very end of backward the embedding copies make a second, lower tower. The optimizer then updates the weights, and the gradients go.
-#
-# The loss that `climb` prints is that of a batch which the model has already been trained on for a step or two. It is a number to compare with, not a result.
-#
-# The figure also shows the plan of this notebook. **Part A** attacks the first tower, which grows with the number of tokens. **Part B** attacks the second tower and the ground on which both stand: weights and states.
-
-# %% [markdown]
 # ### Something small to try ideas on
 #
-# Each recipe below begins with its idea in a few lines. They run on a model with two narrow blocks, and the result is compared with that of the real implementation. `gradients_after` collects all gradients in one vector.
+# Each recipe begins with its idea in a few lines. They run on a model with two narrow blocks, and their gradients are compared with those of the plain step and of the library.
 
 # %%
+import copy
+import tempfile
+from functools import partial
+
 from recipes_lib.report.show import show
 
-small = model_of_shape("tiny-llama", device="cpu")
+small = model_of_shape("tiny-llama", device="cpu").train()
 words = torch.randint(0, small.config.vocab_size, (4, 12))  # 4 rows of 12 tokens
-small_batch = {"input_ids": words, "labels": words}
+# A label of -100 says: no loss here. So the rows have answers of unequal lengths.
+no_answer = torch.rand(words.shape) < 0.5
+small_batch = {"input_ids": words, "labels": words.masked_fill(no_answer, -100)}
 
 
 def gradients_after(backward, model=small):
@@ -287,11 +289,14 @@ def gradients_after(backward, model=small):
     return torch.cat(found)
 
 
-def plain_backward():
-    small(**small_batch, use_cache=False).loss.backward()
+def gradients_of(model):
+    def backward():
+        model(**small_batch, use_cache=False).loss.backward()
+
+    return gradients_after(backward, model)
 
 
-right = gradients_after(plain_backward)
+right = gradients_of(small)
 print(f"{right.numel():,} gradients")
 
 # %% [markdown]
@@ -299,47 +304,43 @@ print(f"{right.numel():,} gradients")
 #
 # ### 1. Gradient accumulation
 #
-# **What is going on?** Split the batch into micro-batches, run them one after the other, add up their gradients, and update the weights once. Only one micro-batch has activations and a loss at a time.
+# **What happens.** Split the batch into micro-batches, run them one after the other, add up their gradients, and update the weights once. Only one micro-batch has activations and a loss at a time.
 #
 # ```text
-# plain        forward [6 rows]  backward                       step
-# accumulated  forward [2]  backward, forward [2]  backward, …  step
-#                              gradients stay and add up
+# plain        forward [24 rows]  backward                      step
+# accumulated  forward [6]  backward, forward [6]  backward, …  step
+#                               gradients stay and add up
 # ```
 #
-# **Guess first.** With three micro-batches the activations shrink to a third, and the loss shrinks too. But the gradients of the first micro-batches now wait while the next forward pass runs. Where is the peak then?
+# **Guess first.** With four micro-batches, activations and loss shrink to a quarter. But the gradients of the first micro-batches wait while the next forward runs. How far does the peak fall?
 #
-# **The idea.** Autograd adds to `.grad` by itself, so a loop is enough. One division needs care. The model returns the *mean* loss of a micro-batch over its own answer tokens. In the gradient of the whole batch every token weighs the same.
+# **The idea** is a loop, because autograd adds to `.grad` by itself. One division needs care: a model returns the *mean* loss over the answer tokens that it sees, and in the whole batch every token weighs the same. transformers' models divide by `num_items_in_batch`, if they get it.
+
 
 # %%
-from recipes_lib.training.gradient_accumulation import (
-    accumulate_gradients,
-    accumulated_by_hand,
-)
-
-show(accumulated_by_hand)
-
-# %%
-# A label of -100 says: no loss here. So the rows have answers of unequal lengths.
-no_answer = torch.rand(words.shape) < 0.5
-small_batch["labels"] = words.masked_fill(no_answer, -100)
-right = gradients_after(plain_backward)
+def parts_of(rows, count):
+    """The batch in micro-batches."""
+    split = {name: tensor.chunk(count) for name, tensor in rows.items()}
+    return [dict(zip(split, part)) for part in zip(*split.values())]
 
 
-def by_hand():
-    accumulated_by_hand(small, small_batch, micro_batches=4)
+def accumulate(model, rows, count):
+    # The first label of a row has nothing before it that could predict it.
+    targets = (rows["labels"][:, 1:] != -100).sum()
+    total = 0.0
+    for part in parts_of(rows, count):
+        loss = model(**part, use_cache=False, num_items_in_batch=targets).loss
+        loss.backward()  # adds to .grad
+        total += loss.item()
+    return total
 
 
-def as_in_the_library():
-    accumulate_gradients(small, small_batch, micro_batches=4)
-
-
-assert torch.allclose(gradients_after(by_hand), right, atol=1e-6)
-assert torch.allclose(gradients_after(as_in_the_library), right, atol=1e-6)
-print("all three gradients agree")
+by_hand = gradients_after(partial(accumulate, small, small_batch, 4))
+assert torch.allclose(by_hand, right, atol=1e-6)
+print("in four parts and at once: the same gradients")
 
 # %% [markdown]
-# A popular way to write this loop divides each micro-batch by its *own* number of tokens, and then by the number of micro-batches. It runs, and it trains something else: a token of a short answer now weighs more than one of a long answer. How far off is its gradient on four rows of our real batch, with the pretrained SmolLM2?
+# A popular way to write this loop divides by the number of micro-batches. It runs, and it trains something else: a token of a short answer weighs more than one of a long answer. How far off is its gradient on four rows of our batch?
 
 
 # %%
@@ -365,18 +366,13 @@ def error_of_the_popular_way():
 naive_error = error_of_the_popular_way()
 print(f"the popular way: the gradient is off by {naive_error:.0%} of its length")
 
-# %% [markdown]
-# **The row.** Each micro-batch has two rows.
 
 # %%
-micro_batches = sizes.rows // 2
-
-
 def accumulated_step(model, optimizer):
-    loss = accumulate_gradients(model, batch, micro_batches=micro_batches)
+    loss = accumulate(model, batch, 4)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
+    return loss
 
 
 def accumulated():
@@ -384,28 +380,25 @@ def accumulated():
     return model, adamw(model), accumulated_step
 
 
-ladder.climb("gradient accumulation", accumulated, **alone)
+ladder.climb("gradient accumulation", accumulated, **in_32_bits)
 
 # %% [markdown]
-# **Why not more?** The first tower has shrunk, and the second one is now the peak. It has even grown by one table. The sum of the earlier micro-batches is there, and beside it the two gradients of this one and their own sum: the embedding copies are three tables instead of two. The loss keeps more than a third, because the gradient of the output layer, one more table, is made beside that of the logits.
+# **The answer.** By 40 %, to 2,850 MiB. Activations and loss are a quarter, but 513 MiB of gradients now stand beside them.
 #
-# **How do I use it?** `TrainingArguments(gradient_accumulation_steps=4)`, with the batch size per device divided by four. The Trainer passes the number of tokens of the whole batch to the model, so that it divides as we do.
+# **Tomorrow**: `TrainingArguments(gradient_accumulation_steps=4)`, with the batch per device divided by four; the Trainer passes `num_items_in_batch`. For models whose loss does not know this number there is [`accumulate_gradients`](../recipes_lib/training/gradient_accumulation.py). **Not when** the batch fits.
 #
-# **What does it cost?** Products of fewer rows, which use the processor less well. The times follow below, when the rows take turns.
-
-# %% [markdown]
 # ### 2. Activation checkpointing
 #
-# **What is going on?** Backward visits one block at a time, so only one block's activations need to exist. Keep what went *into* each block, throw away the rest, and compute it again when backward arrives.
+# **What happens.** Backward visits one block at a time, so only one block's activations need to exist. Keep what went *into* each block, throw away the rest, and compute it again when backward arrives.
 #
 # ```text
 # plain         x0 [a0]  x1 [a1]  x2 [a2] → loss     all [a] are alive
 # checkpointed  x0       x1       x2      → loss     [a2] again, used, freed; then [a1]; then [a0]
 # ```
 #
-# **Guess first.** The model has 30 blocks. The input of a block is 432 tokens × 576 numbers × 4 bytes. How much is left of the activations, and what will the peak be?
+# **Guess first.** The model has 30 blocks. The input of a block is 1,728 tokens × 576 numbers × 4 bytes = 3.8 MiB. What is left of the 2,202 MiB?
 #
-# **The idea.** PyTorch's autograd lets us write a function with a `forward` and a `backward` of our own. This one keeps only the input in `forward`, and in `backward` it runs the block again.
+# **The idea.** Autograd lets us write a function with a `forward` and a `backward` of our own. This one keeps only the input in `forward`, and in `backward` it runs the block again.
 
 # %%
 from recipes_lib.memory.activation_checkpointing import (
@@ -419,61 +412,81 @@ show(checkpointed_by_hand, InputOnly)
 # %% [markdown]
 # To try it, we call the blocks of the small model ourselves. Each of them also needs the *rotary embeddings*, which tell it the positions of the tokens.
 
+
 # %%
-from functools import partial
-
-from torch.nn import functional as F
-
-
 def checkpointed_backward():
     hidden = small.model.embed_tokens(words)  # [B, S, D]
-    positions = torch.arange(words.shape[1])[None]
-    rotary = small.model.rotary_emb(hidden, positions)
-    blocks = small.model.layers
-    blocks = [partial(block, position_embeddings=rotary) for block in blocks]
+    rotary = small.model.rotary_emb(hidden, torch.arange(words.shape[1])[None])
+    blocks = [partial(b, position_embeddings=rotary) for b in small.model.layers]
     hidden = checkpointed_by_hand(blocks, hidden)
     logits = small.lm_head(small.model.norm(hidden))  # [B, S, V]
     # Token t + 1 is predicted from token t.
-    predictions = logits[:, :-1].flatten(0, 1)
     targets = small_batch["labels"][:, 1:].flatten()
-    F.cross_entropy(predictions, targets).backward()
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), targets).backward()
 
 
 assert torch.allclose(gradients_after(checkpointed_backward), right, atol=1e-6)
-apply_activation_checkpointing(small)  # the real one, on the same model
-assert torch.equal(gradients_after(plain_backward), right)
-print("by hand: equal to rounding; the library: equal to the last bit")
+
+# The line for tomorrow, and ours.
+tomorrow = copy.deepcopy(small)
+tomorrow.gradient_checkpointing_enable()
+assert torch.equal(gradients_of(tomorrow), right)
+ours = apply_activation_checkpointing(copy.deepcopy(small))
+assert torch.equal(gradients_of(ours), right)
+print("by hand: equal to rounding; both libraries: equal to the last bit")
 
 
 # %%
 def checkpointed():
-    model = apply_activation_checkpointing(fresh())
-    return model, adamw(model), plain_step
+    model = fresh()
+    model.gradient_checkpointing_enable()
+    return model, adamw(model), train_step
 
 
-ladder.climb("activation checkpointing", checkpointed, **alone)
-
-# %% [markdown]
-# **Why not more?** Most activations are gone: thirty inputs of 0.95 MiB are left, and what is outside of the blocks. So the second tower is the peak again. It is lower than with accumulation by one table, because no gradient of an earlier micro-batch waits. No recipe of Part A gets below it.
-#
-# **How do I use it?** `TrainingArguments(gradient_checkpointing=True)`, or `model.gradient_checkpointing_enable()`. Newer versions of transformers also call it `activation_checkpointing`.
-#
-# **What does it cost?** One more forward pass. Backward multiplies twice as much as forward, so that is a third more arithmetic. It costs no accuracy: the loss above is the baseline's.
+ladder.climb("activation checkpointing", checkpointed, **in_32_bits)
 
 # %% [markdown]
+# **The answer.** 125 MiB: thirty inputs, and what is outside of the blocks. The peak falls by 44 %, and what is left of the tower is the loss, 972 MiB; the print counts a third of it as activations.
+#
+# **Tomorrow**: the line above, or `TrainingArguments(gradient_checkpointing=True)`. Ours adds checkpoints in every second block and *selective* ones, which keep the products. **Not when** activations are not at the peak: it costs one more forward, a third more multiplications.
+#
+# **The loss, too.** Its table need not exist at once. The logits of a few hundred tokens give their part of the loss and of the gradients, and are freed. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand. PyTorch 2.13 has a function for it, and `apply_chunked_cross_entropy` puts ours into a model of transformers, so that `model(...).loss` stays as it is.
+
+# %%
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+
+in_chunks = apply_chunked_cross_entropy(copy.deepcopy(small))
+assert torch.allclose(gradients_of(in_chunks), right, atol=1e-6)
+
+if hasattr(F, "linear_cross_entropy"):
+    hidden = small.model(words).last_hidden_state[:, :-1].flatten(0, 1)  # [B (S-1), D]
+    targets = small_batch["labels"][:, 1:].flatten()
+    loss = F.linear_cross_entropy(hidden, small.lm_head.weight, targets)
+    assert torch.allclose(loss, small(**small_batch).loss, atol=1e-5)
+    print("PyTorch's function gives the same loss")
+
+
+def without_first_tower(model):
+    """Recipe 2: checkpoints around the blocks, and a loss in chunks."""
+    model.gradient_checkpointing_enable()
+    return apply_chunked_cross_entropy(model)
+
+
+def checkpointed_in_chunks():
+    model = without_first_tower(fresh())
+    return model, adamw(model), train_step
+
+
+ladder.climb("checkpointing, loss in chunks", checkpointed_in_chunks, **in_32_bits)
+
+# %% [markdown]
+# Now the first tower is lower than the second: the peak is at the *end* of backward, where all gradients are there. No recipe of Part A can get below these 2,269 MiB.
+#
 # ### 3. Activation offloading
 #
-# **What is going on?** Keep every activation, but somewhere else, and fetch it back in time. On a GPU that place is host memory. On a CPU, host memory *is* the device, so only the disk is left.
+# **What happens.** Keep every activation, but somewhere else, and fetch it back in time. On a GPU that place is host memory. On a CPU, host memory *is* the device, so only the disk is left.
 #
-# ```text
-# forward       block 0  →  block 1  →  …  →  block 29  → loss
-#                  ↓ out       ↓ out             stays: backward needs it first
-# elsewhere        ·           ·
-#                  ↑ back      ↑ back
-# backward      block 0  ←  block 1  ←  …  ←  block 29
-# ```
-#
-# **Guess first.** Activations leave, and nothing is computed twice. Will the peak be lower than with checkpointing?
+# **Guess first.** Activations leave, and nothing is computed twice. Will the peak be lower than with checkpointing alone, 2,637 MiB?
 #
 # **The idea.** Autograd lets us decide what it keeps: it calls `pack` when it saves a tensor, and `unpack` when it needs the tensor again.
 
@@ -485,16 +498,13 @@ from recipes_lib.memory.activation_offload import (
 
 show(offloaded_by_hand)
 
-# %%
-import tempfile
+with tempfile.TemporaryDirectory() as folder, offloaded_by_hand(Path(folder)):
+    from_the_disk = gradients_of(small)
+assert torch.allclose(from_the_disk, right, atol=1e-6)
 
-
-def offloaded_backward():
-    with tempfile.TemporaryDirectory() as folder, offloaded_by_hand(Path(folder)):
-        plain_backward()
-
-
-assert torch.allclose(gradients_after(offloaded_backward), right, atol=1e-6)
+# PyTorch's own: from the GPU into host memory, each tensor when it is saved.
+with torch.autograd.graph.save_on_cpu(pin_memory=False):
+    assert torch.equal(gradients_of(small), right)
 print("from the disk and back: the same gradients")
 
 # %%
@@ -502,8 +512,8 @@ elsewhere = "host" if device == "cuda" else "disk"
 
 
 def offloaded_step(model, optimizer):
-    with offload_activations(model, to=elsewhere):
-        return plain_step(model, optimizer)
+    with offload_activations(model, to=elsewhere):  # in place of save_on_cpu
+        return train_step(model, optimizer)
 
 
 def offloaded():
@@ -511,31 +521,51 @@ def offloaded():
     return model, adamw(model), offloaded_step
 
 
-ladder.climb("activation offloading", offloaded, **alone)
+ladder.climb("activation offloading", offloaded, **in_32_bits)
 
 # %% [markdown]
-# **Why not more?** The second tower is the peak, as with checkpointing, and no lower.
+# **The answer.** By little: 2,598 MiB. Both remove the activations, and neither the loss.
 #
-# **How do I use it?** With transformers 5.17 or newer, `gradient_checkpointing_kwargs={"offload": True}` moves the inputs of checkpointed blocks to host memory. In torchtune it is `enable_activation_offloading`.
-#
-# **What does it cost?** Every byte travels twice. On a CPU with enough free memory the system keeps the files in memory, so the time measured here can be shorter than that of a real disk.
+# **Tomorrow**: `save_on_cpu` as above, or `gradient_checkpointing_kwargs={"offload": True}` in the Trainer, which sends away only the inputs of checkpointed blocks. Ours copies on a stream of its own while the GPU computes, leaves the weights where they are, and can use the disk. **Not when** checkpointing is enough: it is simpler.
 #
 # ### The rows take turns on the clock
 #
-# So far we have looked at bytes. They are the same in every run. Times are not: another program on the machine, or a warm processor, changes them by more than many recipes do. So the models of the rows above were kept, and now they take *turns*: one step of each row, then the same in the other direction, five rounds in all. If memory does not hold all models, the rows take turns in groups, with the baseline in each. What disturbs a turn can only make it longer, so the table shows the fastest turn of each row, and how it compares with the fastest one of the baseline. In brackets are the smallest and the largest ratio of a single round. Where two brackets overlap, this run does not say which row is faster.
+# Bytes are the same in every run, and times are not: another program on the machine changes them by more than many recipes do. So the models were kept, and now they take *turns*. What disturbs a turn can only make it longer, so the fastest turn of each row counts. In brackets are the smallest and the largest ratio of a single round: where two brackets overlap, this run does not say which row is faster.
 
 # %%
-# After its turns, the baseline takes one more step for a profile. We look at it later.
-ladder.take_turns(rounds=sizes.rounds, profile=["baseline"])
+ladder.take_turns(rounds=sizes.rounds)
 ladder
 
 # %% [markdown]
-# The column *of limit* shows the share of the limit: the time that the multiplications of the step would take at the rate of the setup, in the same precision, as a part of the time that the step took. The multiplications of the plain step count, and no others. The second forward pass of checkpointing takes time and does not count.
+# *Of limit* is the share of the limit: the time that the multiplications of the plain step take at the rate of the setup, in the same precision, as a part of the time that the step took.
+
+
+# %%
+def price(*names, after="baseline"):
+    """What rows save and cost beside another one."""
+    other = ladder[after]
+    for name in names:
+        row = ladder[name]
+        memory = row.peak_bytes / other.peak_bytes - 1
+        time = row.seconds / other.seconds
+        print(f"{name}: {memory:+.0%} memory, {time:.2f}× the time of {after}")
+
+
+price(
+    "gradient accumulation",
+    "activation checkpointing",
+    "checkpointing, loss in chunks",
+    "activation offloading",
+)
 
 # %% [markdown]
+# Three ways to about half of the memory. Accumulation computes nothing twice, checkpointing also works where a single row is too large, and offloading pays with traffic. On a CPU with free memory the system keeps the files in memory; a real disk would be slower.
+#
+# ## Faster: 16 bits and a compiler
+#
 # ### 4. Mixed precision
 #
-# **What is going on?** Multiply in 16 bits, and keep the weights in 32. Multiplications take most of the time, and processors with 16-bit units do them faster: the setup has measured both rates. The weights stay in fp32, because an update is often too small for 16 bits. The 16-bit format of the drawing is called *bf16*.
+# **What happens.** Multiply in 16 bits, where the units for it are faster: the setup has measured both rates. The weights stay in fp32, because an update is often too small for 16 bits.
 #
 # ```text
 # weights, states, gradients     fp32      small updates survive
@@ -543,7 +573,7 @@ ladder
 # norms, softmax, loss           fp32      sums over many numbers
 # ```
 #
-# **Guess first.** Most activations take half the bytes. Will the peak fall by half of them?
+# **Guess first.** Most activations take half the bytes. Does the peak fall by half of them?
 #
 # **The idea.** Both factors of a product are converted to 16 bits. PyTorch's `autocast` does the same.
 
@@ -552,7 +582,6 @@ from recipes_lib.precision.mixed_precision import linear_by_hand, mixed_precisio
 
 show(linear_by_hand)
 
-# %%
 x, weight = torch.randn(5, 64), torch.randn(128, 64)
 with torch.autocast("cpu", torch.bfloat16):
     automatic = F.linear(x, weight)
@@ -561,33 +590,25 @@ difference = (automatic - x @ weight.T).abs().max()
 print(f"equal to the last bit, and {difference:.2f} from fp32 at most")
 
 # %% [markdown]
-# There are two kinds of 16 bits. bf16 has the range of fp32 and few digits. fp16 has more digits and a small range: below its smallest number there is only zero, and gradients are often that small. So in fp16 the loss is multiplied by a large number first, the *loss scale*, and the gradients are divided by it before the update.
+# bf16 has the range of fp32 and few digits. fp16, the only fast one on a T4, has a small range: small gradients become zero. There PyTorch's `GradScaler` multiplies the loss by a large number, and divides the gradients by it before the update. `mixed_precision()` chooses what is fastest on this machine, and does that where it is needed.
 
 # %%
-for scale in (1, 65_536):
-    x = torch.ones(4, dtype=torch.float16, requires_grad=True)
-    tiny_loss = 1e-8 * x.float().sum()  # the gradient of each element should be 1e-08
-    (scale * tiny_loss).backward()
-    print(f"loss scale {scale:>6,}: the gradient is {x.grad[0].item() / scale:.1e}")
-
-# %% [markdown]
-# **The row.** It runs where 16-bit products are native, as the print of the machine above says. A CPU that has to emulate them is much slower, so there the row is left out.
-
-# %%
-precision = mixed_precision()  # the fastest here: bf16, fp16 on a T4, or fp32
+precision = mixed_precision()
 native = precision.dtype != torch.float32
-in_half = dict(group="each recipe alone", dtype=precision.dtype)
+in_16_bits = dict(group="in 16 bits, as far as native", dtype=precision.dtype)
+print(precision)
 
 
-def in_mixed_precision():
-    """A step of one model, to whose gradients the loss scale of fp16 adapts."""
-    of_this_model = mixed_precision()
+def step_in_16_bits():
+    """The training step with two more lines, and a loss scale of its own."""
+    precision = mixed_precision()
 
-    def step(model, optimizer):
-        with of_this_model.autocast():
-            loss = model(**batch, use_cache=False).loss
-        of_this_model.backward(loss)
-        of_this_model.step(optimizer)
+    def step(model, optimizer, rows=batch):
+        # Without the cache, the 16-bit copy of a weight goes when nothing needs it.
+        with torch.autocast(device, precision.dtype, native, cache_enabled=False):
+            loss = model(**rows, use_cache=False).loss
+        precision.backward(loss)  # loss.backward(), in fp16 of the scaled loss
+        precision.step(optimizer)  # optimizer.step(), in fp16 after the division
         optimizer.zero_grad()
         return loss.item()
 
@@ -596,40 +617,30 @@ def in_mixed_precision():
 
 def mixed():
     model = fresh()
-    return model, adamw(model), in_mixed_precision()
+    return model, adamw(model), step_in_16_bits()
 
 
-if native:
-    ladder.climb("mixed precision", mixed, **in_half)
-else:
-    print("16 bits are not native here")
+ladder.climb("mixed precision", mixed, **in_16_bits)
 
 # %% [markdown]
-# **Why not more?** For each product, forward makes a 16-bit copy of the weights and keeps it for backward. The account counts these copies as activations. On a batch this small they take what the activations save. The copies do not grow with the number of tokens, and what the activations save does.
+# **The answer.** No: activations fall from 2,540 to 2,092 MiB. Norms and loss stay in fp32, and forward keeps a 16-bit copy of the weights for backward. The gain is time, see below.
 #
-# **How do I use it?** `TrainingArguments(bf16=True)`, or `fp16=True` on a T4.
+# **Tomorrow**: `TrainingArguments(bf16=True)`, or `fp16=True` on a T4. **Not when** 16 bits are not native: a CPU that emulates them is much slower. It costs digits; whether it learns as well is the question of the last experiment.
 #
-# **What does it cost?** Digits. The loss is no longer the baseline's number. AdamW's first update has the same size for every weight, in the direction of the gradient's sign. So where rounding changes the sign of a tiny gradient, it turns a whole update around. Whether it learns as well is a question for text that the model has not seen, at the end.
-
-# %% [markdown]
 # ### 5. Compiled blocks
 #
-# **What is going on?** Between two matrix products a block runs dozens of small operators: norms, rotary positions, casts, the activation function. Each one is a program of its own, a *kernel*, which reads its input from memory and writes its output back. A compiler makes one kernel of the small operators between two products.
+# **What happens.** Between two products a block runs dozens of small operators: norms, rotary positions, casts, the activation function. Each is a program of its own, a *kernel*, which reads its input from memory and writes its output back. A compiler makes one kernel of them.
 #
 # ```text
 # eager      x → pow → mean → add → rsqrt → mul → mul → [product] → …
 # compiled   x →             one kernel              → [product] → …
 # ```
 #
-# All blocks do the same with other weights. So one block is compiled, and the others use its code.
+# **Guess first.** Compiling takes seconds. After how many steps are they earned?
 #
-# **Guess first.** Compiling takes seconds. After how many steps is that earned? And which profits more: a step in fp32, or one in 16 bits, whose products are faster?
-#
-# **The idea** is one line per block.
+# **The idea** is one line per block. All blocks do the same with other weights, so one is compiled, and the others use its code.
 
 # %%
-import copy
-
 from recipes_lib.training.compiled_blocks import (
     apply_compiled_blocks,
     break_even_steps,
@@ -639,104 +650,88 @@ from recipes_lib.training.compiled_blocks import (
 
 show(compiled_by_hand)
 
-
-# %%
-def gradients_of(model):
-    def backward():
-        model(**small_batch, use_cache=False).loss.backward()
-
-    return gradients_after(backward, model)
-
-
-eager = model_of_shape("tiny-llama", device="cpu").train()
-expected = gradients_of(eager)
 try:
-    apply_compiled_blocks(copy.deepcopy(eager))
+    ours = apply_compiled_blocks(copy.deepcopy(small))
     can_compile = True
 except ValueError as reason:  # a CPU without a C++ compiler
     print(reason)
     can_compile = False
+
+if can_compile:
+    tomorrow = compiled_by_hand(copy.deepcopy(small))
+    assert torch.allclose(gradients_of(tomorrow), right, atol=1e-6)
+    assert torch.allclose(gradients_of(ours), right, atol=1e-6)
+    print("compiled gradients: equal up to rounding, for sums run in another order")
+can_compile = can_compile and sizes.compile  # in the rows below
 
 
 def compiled_if_possible(model):
     return apply_compiled_blocks(model) if can_compile else model
 
 
-by_hand = expected
-if can_compile:
-    by_hand = gradients_of(compiled_by_hand(copy.deepcopy(eager)))
-library = gradients_of(compiled_if_possible(copy.deepcopy(eager)))
-assert torch.allclose(by_hand, expected, atol=1e-6)
-assert torch.allclose(library, expected, atol=1e-6)
-print("compiled gradients: equal up to rounding, for sums run in another order")
-can_compile = can_compile and sizes.compile  # in the rows below
-
-# %% [markdown]
-# **The row.** It is the step of recipe 4, with compiled blocks. What a compiled block keeps for backward is the compiler's choice. So the prediction asks the compiler about one block, without compiling it.
-
-
 # %%
 def compiled():
     model = compiled_if_possible(fresh())
-    return model, adamw(model), in_mixed_precision()
+    return model, adamw(model), step_in_16_bits()
 
 
-# Where 16 bits are not native, both rows are steps in fp32.
-eager_row = "baseline"
-compiled_row = "compiled blocks"
-if native:
-    eager_row = "mixed precision"
-    compiled_row = "mixed precision, compiled"
-
+compiled_row = "mixed precision, compiled"
 before = compile_seconds()
-ladder.climb(compiled_row, compiled, after=eager_row, **in_half)
+ladder.climb(compiled_row, compiled, **in_16_bits | {"after": "mixed precision"})
 compiling = compile_seconds() - before
 print(f"{compiling:.0f} seconds of compiling")
 
 # %% [markdown]
-# **Why not more?** The compiler leaves the products and the optimizer as they are. It does make the activations smaller: what is cheap to compute is computed again in backward, inside the same kernel, and forward need not keep it.
-#
-# **How do I use it?** `block.compile()` for each block, before checkpointing and before sharding. `TrainingArguments(torch_compile=True)` compiles the whole model as one graph. That takes longer, because all its blocks are in that graph.
-#
-# **What does it cost?** Seconds of compiling, and again for a batch of another shape. After how many steps they are earned depends on the times of both rows.
-#
-# ### The rows take turns on the clock
-#
-# The fp32 step, the step in 16 bits and the compiled step:
+# A compiled block also keeps less for backward: what is cheap is computed again, inside the same kernel. This is the compiler's choice, so the prediction asks the compiler about one block.
 
 # %%
-profiled = ["mixed precision"] if native else []
-ladder.take_turns(rounds=sizes.rounds, profile=profiled)
-ladder
-
-# %% [markdown]
-# Now the guess of recipe 5: after how many steps are the seconds of compiling earned?
-
-# %%
-steps = break_even_steps(
+ladder.take_turns(rounds=sizes.rounds)
+price("mixed precision", compiled_row)
+price(compiled_row, after="mixed precision")
+earned = break_even_steps(
     compile_seconds=compiling,
-    plain_step=ladder[eager_row].seconds,
+    plain_step=ladder["mixed precision"].seconds,
     compiled_step=ladder[compiled_row].seconds,
 )
-print(f"{compiled_row}: {compiling:.0f} s of compiling are earned after {steps} steps")
+print(f"{compiling:.0f} s of compiling are earned after {earned} steps")
+
+# %% [markdown]
+# **The answer** is the last line. **Tomorrow**: `block.compile()` for each block, before checkpointing and before sharding; `TrainingArguments(torch_compile=True)` compiles the whole model as one graph, which takes longer. Ours says in one sentence why a model cannot be compiled, instead of running it slowly. **Not when** batches change their shape all the time: each new one may be compiled again.
 
 # %% [markdown]
 # ## Part B: what every weight costs
 #
-# No recipe of Part A gets below the second tower, which stands on weights and states. From here on checkpointing stays on, so that the first tower is out of the way, and each recipe attacks the rest.
-#
+# From here on the step has 16 bits, checkpoints and a loss in chunks. The first tower is out of the way, and each recipe attacks the second one or the ground.
+
+# %%
+lean_row = "16 bits, checkpointing, loss in chunks"
+on_lean = dict(
+    group="on top of 16 bits, checkpointing, loss in chunks",
+    after=lean_row,
+    dtype=precision.dtype,
+)
+
+
+def lean():
+    model = without_first_tower(fresh())
+    return model, adamw(model), step_in_16_bits()
+
+
+ladder.climb(lean_row, lean, **on_lean | {"after": "baseline"})
+
+# %% [markdown]
 # ### 6. Optimizer step in backward
 #
-# **What is going on?** AdamW needs nothing but the gradient of the weight that it updates. So update each weight the moment its gradient is complete, and free the gradient at once.
+# **What happens.** AdamW needs nothing but the gradient of the weight that it updates. So update each weight the moment its gradient is complete, and free the gradient at once.
 #
 # ```text
 # plain   backward: g30 … g2 g1 all alive   →   step: update 30 … 2, 1
 # here    backward: g30 → update 30, free;  …  ; g1 → update 1, free
 # ```
 #
-# **Guess first.** Gradients take as many bytes as weights. If each is freed at once, how many bytes of gradients are alive at most? Think of the tied table.
+# **Guess first.** If each gradient is freed at once, how many bytes of the second tower are left? Think of the tied table.
 #
-# **The idea.** One optimizer per weight, and a hook that autograd calls when a gradient is complete.
+# **The idea**, and the real call in it: one optimizer per weight, and a hook that autograd calls when a gradient is complete.
 
 # %%
 from recipes_lib.memory.optimizer_in_backward import (
@@ -762,13 +757,8 @@ def usual(model):
 
 
 def in_hooks(model):
-    hooks = one_optimizer_per_parameter(model, torch.optim.AdamW, lr=1e-3)
-
-    def remove():  # the step has happened: let the hooks go
-        for hook in hooks:
-            hook.remove()
-
-    return remove
+    one_optimizer_per_parameter(model, torch.optim.AdamW, lr=1e-3)
+    return lambda: None  # the step has happened already
 
 
 def as_in_library(model):
@@ -783,29 +773,23 @@ print("the same weights after the step, to the last bit")
 
 # %%
 def stepping_in_backward():
-    model = apply_activation_checkpointing(fresh())
+    model = without_first_tower(fresh())
     optimizer = apply_optimizer_in_backward(model, lr=2e-5, fused=True)
-    return model, optimizer, plain_step
+    # A loss scale needs all gradients before the step: on a T4 this row is in fp32.
+    scaled = precision.dtype == torch.float16
+    return model, optimizer, train_step if scaled else step_in_16_bits()
 
 
-checkpointed_rows = dict(
-    group="with activation checkpointing",
-    after="activation checkpointing",
-    dtype=torch.float32,
-)
-ladder.climb("step in backward", stepping_in_backward, **checkpointed_rows)
+ladder.climb("step in backward", stepping_in_backward, **on_lean)
 
 # %% [markdown]
-# **Why not more?** The gradient of the tied table is the largest of all, and it comes in two parts. The first part, from the output layer, has to wait until the second one arrives from the embedding, at the very end of backward. So one table and its two copies remain of the second tower. On a CPU the first tower, the loss and the inputs that checkpointing keeps, now has about the same height.
+# **The answer.** Three tables, 324 MiB of 729. The gradient of the tied table comes in two parts: the first waits until the second one arrives, at the very end of backward.
 #
-# **How do I use it?** torchtune calls it `optimizer_in_bwd: True`. In plain PyTorch it is the hook above.
+# **Tomorrow**: the hook above; torchtune calls it `optimizer_in_bwd`. Ours adds a learning-rate schedule, a state dict, and refuses what would be silently wrong. **Not when** you need accumulation, clipping by the global norm or a loss scale: they read all gradients, and PyTorch raises no error.
 #
-# **What does it cost?** Whatever needs the gradients to stay until the end of backward is impossible: no accumulation, no clipping by the global norm, no loss scaling. Our functions refuse such a combination and say why, because PyTorch raises no error.
-
-# %% [markdown]
 # ### 7. Optimizer states in 16 or 8 bits
 #
-# **What is going on?** AdamW's two averages have more digits than they need. Store them in fewer bits, and compute each update in fp32 as before.
+# **What happens.** AdamW's two averages have more digits than they need. Store them in fewer bits, and compute each update in fp32 as before.
 #
 # ```text
 # per weight    weight  gradient  two averages
@@ -814,7 +798,7 @@ ladder.climb("step in backward", stepping_in_backward, **checkpointed_rows)
 # 8 bits          4        4          2         10 bytes
 # ```
 #
-# **Guess first.** The averages are rounded after every step. The second one, of the squared gradient, is multiplied by 0.999 in a step. bf16 has two to three digits. What happens to an average that should fall?
+# **Guess first.** The averages are rounded after every step. The second one is multiplied by 0.999 in a step, and bf16 has two to three digits. What happens to an average that should fall?
 
 # %%
 from recipes_lib.precision._adam import random_bits, stochastic_round
@@ -832,105 +816,74 @@ print(f"to nearest      {nearest.float().mean():.3f}")
 print(f"stochastically  {stochastic.float().mean():.3f}, the mean of 10,000")
 
 # %% [markdown]
-# Rounded to nearest, 0.999 becomes 1 again, in every step: the average can rise and never fall. Each update is divided by the root of this average, so the updates would stay too small, and no error would say so. *Stochastic rounding* goes to one of the two neighbours at random, to the nearer one more often, and is right on average. The first average is multiplied by 0.9 in a step. Such a change is large enough for bf16, so it needs no such care.
+# **The answer.** Rounded to nearest, it never falls. Updates are divided by its root, so they stay too small, and no error says so. *Stochastic rounding* goes to one of the two neighbours at random, to the nearer one more often, and is right on average. Then 16 bits suffice.
 #
-# **The idea.** An update of AdamW in fp32, between lines that unpack and pack the averages. The library draws other random bits than we do below, so the weights differ a little. In ten steps of `lr=1e-3` a weight moves by about 0.01 at most: compare the difference with that.
-
-# %%
-from recipes_lib.precision.sixteen_bit_adam import (
-    plain_sixteen_bit_step,
-    sixteen_bit_adamw,
-)
-
-show(plain_sixteen_bit_step)
-
-# %%
-by_hand = torch.randn(1_000)
-weight = torch.nn.Parameter(by_hand.clone())
-optimizer = sixteen_bit_adamw([weight], lr=1e-3)
-averages = [torch.zeros(1_000, dtype=torch.bfloat16) for _ in range(2)]
-for step in range(1, 11):
-    weight.grad = torch.randn(1_000)
-    optimizer.step()
-    bits = random_bits(1_000, generator=generator)
-    options = dict(step=step, bits=bits, lr=1e-3)
-    plain_sixteen_bit_step(by_hand, weight.grad, *averages, **options)
-difference = (by_hand - weight).abs().max()
-print(f"ten steps by hand and by the library differ by {difference:.0e} at most")
-
-
-# %%
-def with_16_bit_states():
-    model = apply_activation_checkpointing(fresh())
-    return model, sixteen_bit_adamw(model, lr=2e-5), plain_step
-
-
-ladder.climb("16-bit AdamW states", with_16_bit_states, **checkpointed_rows)
-
-# %% [markdown]
-# Two bytes per average is not the least: one byte is possible as well. A byte has 256 values, so each average becomes a *code*: the number of an entry in a table of 256 values, close together near zero and far apart near one. 256 neighbours share one scale, the largest of their sizes. A step decodes a block, updates as usual in fp32, and encodes it again.
+# One byte suffices as well. It has 256 values, so each average becomes a *code*: the number of an entry in a table of 256 values, close together near zero and far apart near one. 256 neighbours share one scale. A step decodes a block, updates in fp32, and encodes it again.
 
 # %%
 from recipes_lib.precision.eight_bit_adam import (
-    code_table,
     decode,
     eight_bit_adamw,
     encode,
 )
+from recipes_lib.precision.sixteen_bit_adam import sixteen_bit_adamw
 
 show(encode, decode)
 
-# %%
-average = torch.randn(4096) * 1e-3
-codes, scales = encode(average, code_table(signed=True))
-decoded = decode(codes, scales, code_table(signed=True))
-stored = codes.numel() + 4 * scales.numel()
-error = (decoded - average).norm() / average.norm()
-print(f"{stored:,} bytes instead of {4 * average.numel():,}, off by {error:.1%}")
-
-# The library's optimizer beside PyTorch's, ten steps on the same gradients.
-one = torch.nn.Parameter(average.clone())
-other = torch.nn.Parameter(average.clone())
-fp32_states = torch.optim.AdamW([one], lr=1e-3)
-eight_bits = eight_bit_adamw([other], lr=1e-3)
-for _ in range(10):
-    one.grad = torch.randn(4096)
-    other.grad = one.grad.clone()
-    fp32_states.step()
-    eight_bits.step()
-moved = one.detach() - average
-print(f"the ten updates differ by {(other - one).norm() / moved.norm():.1%}")
-
+# %% [markdown]
+# Ten steps on the same gradients, with PyTorch's AdamW, with ours in 16 and in 8 bits, and with the one of bitsandbytes:
 
 # %%
+import bitsandbytes
+
+optimizers = {
+    "fp32": partial(torch.optim.AdamW, lr=1e-3),
+    "16 bits": partial(sixteen_bit_adamw, lr=1e-3),
+    "8 bits": partial(eight_bit_adamw, lr=1e-3),
+    "8 bits, bitsandbytes": partial(bitsandbytes.optim.AdamW8bit, lr=1e-3),
+}
+start = torch.randn(65_536, device=device)
+gradients = torch.randn(10, 65_536, device=device)
+moved = {}
+for name, optimizer_of in optimizers.items():
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = optimizer_of([weight])
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    moved[name] = weight.detach() - start
+    error = (moved[name] - moved["fp32"]).norm() / moved["fp32"].norm()
+    print(f"{name:<21} the ten updates differ by {error:.1%}")
+
+
+# %%
+def with_16_bit_states():
+    model = without_first_tower(fresh())
+    return model, sixteen_bit_adamw(model, lr=2e-5), step_in_16_bits()
+
+
 def with_8_bit_states():
-    model = apply_activation_checkpointing(fresh())
-    return model, eight_bit_adamw(model, lr=2e-5), plain_step
+    model = without_first_tower(fresh())
+    return model, eight_bit_adamw(model, lr=2e-5), step_in_16_bits()
 
 
-ladder.climb("8-bit AdamW", with_8_bit_states, **checkpointed_rows)
-
-# %% [markdown]
-# **Why not more?** Both rows shrink the states and leave the second tower as it is. In the 8-bit row the states of the embedding keep 32 bits, as the authors of the method advise. The embedding is a fifth of this model, and a much smaller part of a large one.
-#
-# **How do I use it?** `TrainingArguments(optim="adamw_8bit")`. For 16-bit states torchtitan has `--optimizer.implementation fused_opt_states_bf16`. In transformers, hand our optimizer to the Trainer: `Trainer(…, optimizers=(optimizer, None))`.
-#
-# **What does it cost?** Slightly different updates. On a CPU the 8-bit update takes long, as the times below show.
+ladder.climb("16-bit AdamW states", with_16_bit_states, **on_lean)
+ladder.climb("8-bit AdamW", with_8_bit_states, **on_lean)
 
 # %% [markdown]
+# States fall from 1,026 to 513 and to 422 MiB, and not to 257: those of the embedding keep 32 bits, as the authors of the method advise. The embedding is a fifth of this model and a small part of a large one.
+#
+# **Tomorrow**: `TrainingArguments(optim="adamw_8bit")`; torchtitan's `fused_opt_states_bf16`. bitsandbytes and ours store the same codes; ours also works on sharded weights. **Not when** the states are small, as with LoRA.
+#
 # ### 8. Optimizer states in host memory
 #
-# **What is going on?** The states are needed for a short moment per step. On a GPU they can wait in host memory, and the update itself can run there.
+# **What happens.** The states are needed for a short moment per step. On a GPU they can wait in host memory, and the update itself can run there. The host also keeps an fp32 copy of each weight, its *master*.
 #
 # ```text
 # GPU     backward: g30 … g2 … g1           next forward
 # link           g30 down … g2 down, w30 up … w1 up
 # host                 AdamW 30 | AdamW 29 | … | AdamW 1
 # ```
-#
-# **Guess first.** What does this save on a machine without a GPU?
-#
-# **The idea.** The host keeps the states, and an fp32 copy of each weight, its *master*. The gradient goes down, the master is updated, and the weight comes up.
 
 # %%
 from recipes_lib.memory.optimizer_offload import offload_optimizer, step_on_the_host
@@ -938,138 +891,149 @@ from recipes_lib.memory.optimizer_offload import offload_optimizer, step_on_the_
 show(step_on_the_host)
 
 
-# %%
 def with_states_on_the_host():
-    model = apply_activation_checkpointing(fresh())
-    return model, offload_optimizer(model, lr=2e-5), plain_step
+    model = without_first_tower(fresh())
+    return model, offload_optimizer(model, lr=2e-5), train_step
 
 
+on_the_host = on_lean | {"dtype": torch.float32}
 try:
-    ladder.climb("states on the host", with_states_on_the_host, **checkpointed_rows)
+    ladder.climb("states on the host", with_states_on_the_host, **on_the_host)
 except ValueError as reason:
     print(reason)
 
 # %% [markdown]
-# **Why not more?** On a GPU, states and most gradients leave the device. On a CPU there is nowhere to move them to, so the function refuses and names the way that works.
+# On a CPU there is nowhere to move them to. On a GPU, states and most gradients leave the device; for a model of 8 billion weights the host then needs 136 GiB. **Tomorrow**: torchao's `CPUOffloadOptimizer`, DeepSpeed's `offload_optimizer`, or FSDP2's `CPUOffloadPolicy`. **Not when** 8 bits are enough.
 #
-# **How do I use it?** DeepSpeed's `offload_optimizer`, torchao's `CPUOffloadOptimizer`, or FSDP2's `CPUOffloadPolicy`.
-#
-# **What does it cost?** Every gradient travels down and every weight travels up, once per step.
-
-# %% [markdown]
 # ### 9. LoRA
 #
-# **What is going on?** Do not train the weights at all. Freeze them, and put a small correction beside each linear layer: two thin matrices `A` and `B`, whose product has the shape of the weight and a low *rank*. Only they get gradients and states.
+# **What happens.** Do not train the weights at all. Freeze them, and put a small correction beside each linear layer: two thin matrices `A` and `B`, whose product has the shape of the weight and a low *rank*. Only they get gradients and states. They are called the *adapter* of the layer.
 #
 # ```text
 # y = x Wᵀ  +  (alpha / r) · (x Aᵀ) Bᵀ        W [576, 576] is frozen, A [16, 576] and B [576, 16] train
 # ```
 #
-# `A` and `B` are called the *adapter* of the layer.
-#
-# **Guess first.** In the drawing `W` has 331,776 numbers, `A` and `B` have 18,432 together. What happens to gradients, states and embedding copies?
+# **Guess first.** In the drawing `W` has 331,776 numbers, `A` and `B` have 18,432 together. What is left of the 2,269 MiB?
 #
 # **The idea.** Beside the wide product there are two narrow ones.
 
 # %%
-from recipes_lib.fine_tuning.lora import apply_lora, plain_lora
+from peft import LoraConfig, get_peft_model
+
+from recipes_lib.fine_tuning.lora import plain_lora
 
 show(plain_lora)
 
-# %%
-adapted = apply_lora(model_of_shape("tiny-llama", device="cpu"), rank=4, alpha=8)
+
+def adapters():
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+
+
+adapted = get_peft_model(copy.deepcopy(small), adapters())
 layer = adapted.get_base_model().model.layers[0].self_attn.q_proj
 a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
 torch.nn.init.normal_(b)  # B starts at zero: an untrained adapter changes nothing
 x = torch.randn(2, 5, layer.in_features)
-by_hand = plain_lora(x, layer.base_layer.weight, a, b, alpha=8)
-assert torch.allclose(layer(x), by_hand, atol=1e-5)
-print("one adapted layer by hand and by the library: equal")
+by_hand = plain_lora(x, layer.base_layer.weight, a, b, alpha=32)
+assert torch.allclose(layer(x), by_hand, atol=1e-4)
+print("one adapted layer by hand and by peft: equal")
 
 
 # %%
 def with_lora():
-    model = apply_activation_checkpointing(apply_lora(fresh(), rank=16, alpha=32))
-    return model, adamw(model), plain_step
+    model = get_peft_model(fresh(), adapters())
+    model = without_first_tower(model)
+    return model, adamw(model), step_in_16_bits()
 
 
-ladder.climb("LoRA", with_lora, **checkpointed_rows)
-
-# %% [markdown]
-# **Why not more?** Gradients, states and embedding copies are almost gone. What is left is the model itself, and the loss.
-#
-# **How do I use it?** `peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")`.
-#
-# **What does it cost?** It is another optimization problem, because the update of each matrix has a low rank. The loss in the row says nothing about that: `B` begins at zero, and after one or two small steps the model has hardly changed, while the baseline has. The last experiment below compares them on text that neither has seen.
+ladder.climb("LoRA", with_lora, **on_lean)
 
 # %% [markdown]
+# **The answer.** The model itself, and little more: gradients, states and embedding copies are almost gone.
+#
+# **Tomorrow**: the two lines above; here the library does it all. Make a new `LoraConfig` for each model: peft writes the names of the layers that it has found into it, and on a deeper model the same object would adapt the first blocks alone. [`apply_lora`](../recipes_lib/fine_tuning/lora.py) makes its own, and checks that each adapter gets a gradient. **Not when** the model should learn much that is new. `B` begins at zero, so the loss in the row says nothing yet; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares what both learn.
+#
 # ### 10. QLoRA
 #
-# **What is going on?** The frozen weights are only read, so they can be stored with few digits. QLoRA keeps each one as one of 16 levels: four bits. 64 neighbours share a scale. Each product unpacks its layer for a moment and then frees it.
+# **What happens.** The frozen weights are only read, so they can be stored with few digits. QLoRA keeps each one as one of 16 levels: four bits. 64 neighbours share a scale. Each product unpacks its layer for a moment and then frees it.
 #
 # ```text
 # y = x · unpack(W)ᵀ  +  (alpha / r) · (x Aᵀ) Bᵀ        W: 0.52 bytes per weight instead of 4
 # ```
 #
-# **Guess first.** The weights of the blocks take an eighth of the bytes. The table of the embedding stays as it is. How many MiB of weights are left?
+# **Guess first.** The weights of the blocks take an eighth of the bytes, and the table of the embedding stays. How many MiB of weights are left of 532?
 #
-# **The idea.** Most weights are close to zero, about as in a normal distribution. So the 16 levels are the quantiles of a normal distribution, close together near zero, and each weight takes the nearest level.
+# **The idea.** Most weights are close to zero, about as in a normal distribution. So the 16 levels are the quantiles of a normal distribution, and each weight takes the nearest level.
 
 # %%
 from recipes_lib.fine_tuning.qlora import (
     apply_qlora,
     check_gradient_flow,
-    nf4_levels,
     nf4_layer,
+    nf4_levels,
     plain_nf4,
 )
 
 show(nf4_levels, plain_nf4)
 
-# %%
 linear = torch.nn.Linear(128, 96, bias=False)
 by_hand = plain_nf4(linear.weight.detach())
 packed = nf4_layer(linear, double_quant=False, compute_dtype=torch.float32)
 unpacked = packed(torch.eye(128)).T  # a product with the identity gives the weights
 close = torch.isclose(by_hand, unpacked, atol=1e-5).float().mean()
 error = (by_hand - linear.weight).norm() / linear.weight.norm()
-print(f"{close:.1%} of the weights equal the library's")
+print(f"{close:.1%} of the weights equal those of bitsandbytes")
 print(f"the rounding changes the weights by {error:.0%}")
+
+# %% [markdown]
+# The lines for tomorrow, on the small model in a folder. Any name of the hub can stand in its place.
+
+# %%
+from peft import prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+four_bits = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.bfloat16,
+)
+with tempfile.TemporaryDirectory() as folder:
+    small.save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=four_bits, device_map=device
+    )
+loaded = prepare_model_for_kbit_training(loaded)  # norms in fp32, checkpointing on
+loaded = get_peft_model(loaded, adapters())
+print(loaded.base_model.model.model.layers[0].mlp.up_proj.base_layer)
+del loaded
 
 
 # %%
-def small_model():
-    """QLoRA with checkpointing: what the next experiments train."""
-    return apply_activation_checkpointing(apply_qlora(fresh(), rank=16, alpha=32))
-
-
 def with_qlora():
-    model = small_model()
+    model = apply_qlora(fresh(), rank=16, alpha=32)
+    model = without_first_tower(model)
     check_gradient_flow(model, batch)
-    return model, adamw(model), plain_step
+    return model, adamw(model), step_in_16_bits()
 
 
-checkpointed_rows["dtype"] = precision.dtype  # four-bit layers multiply in this one
-ladder.climb("QLoRA", with_qlora, **checkpointed_rows)
-
-# %% [markdown]
-# **Why not more?** The table of the embedding is 108 MiB in fp32, more than all the packed blocks. In a model of eight billion weights a smaller part of the weights stands in such tables.
-#
-# **How do I use it?** `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")` in transformers, with a `LoraConfig`.
-#
-# **What does it cost?** The weights are rounded, and each product unpacks them again. The row can still take less time than that of LoRA: where 16 bits are native, the four-bit layers multiply in 16 bits, and those of LoRA in 32. `check_gradient_flow` is there for a silent trap: on CPUs with AVX512-BF16, one forward pass in evaluation mode repacks the 4-bit weights for a kernel without a backward pass. From then on no gradient reaches the lower layers, and nothing says so. `apply_qlora` switches the repacking off, and the check refuses to train if a gradient is missing.
+ladder.climb("QLoRA", with_qlora, **on_lean)
 
 # %% [markdown]
+# **The answer.** 179 MiB, of which the embedding is 108, in fp32. In a model of eight billion weights a far smaller part stands in such tables.
+#
+# **Tomorrow**: the lines above. Ours rounds a model that is in memory already, and closes a silent trap: on CPUs with AVX512-BF16, one forward in evaluation mode repacks the weights for a kernel without a backward. From then on no gradient reaches the lower layers, and nothing says so. `check_gradient_flow` refuses to train then. **Not when** the 16-bit weights fit: rounding costs quality, and each product unpacks its weights again.
+#
 # ### 11. Layer streaming
 #
-# **What is going on?** A frozen weight is only read, and only while its block is computed. So it can wait elsewhere: a GPU's in host memory, a CPU's on the disk. In forward the blocks come one after the other, and in backward once more, in the other direction; while one block is computed, the next one is on its way. The adapters, which train, stay.
+# **What happens.** A frozen weight is only read, and only while its block is computed. So it can wait elsewhere: a GPU's in host memory, a CPU's on the disk. While one block is computed, the next one is on its way. The adapters, which train, stay.
 #
 # ```text
 # host or disk   w0 w1 w2 … w29          all the time
 # device         w0, then w1 …           forward;  w29, then w28 … in backward
 # ```
 #
-# **Guess first.** The packed weights of 30 blocks wait on the disk, and two blocks are here at a time. By how much does the peak of QLoRA fall: by most of it, or by little?
+# **Guess first.** The packed weights of 30 blocks leave, and two blocks are here at a time. Does the peak of QLoRA fall by most of it, or by little?
 #
 # **The idea.** A checkpoint around each block, which computes it once more in backward, and a block that asks for its weights whenever it runs.
 
@@ -1082,53 +1046,53 @@ show(streamed_by_hand)
 # %%
 def with_streaming():
     model = apply_qlora(fresh(), rank=16, alpha=32)
-    elsewhere = "host" if device == "cuda" else "disk"
-    model = apply_layer_streaming(model, to=elsewhere)  # with checkpoints of its own
-    return model, adamw(model), plain_step
+    model = apply_chunked_cross_entropy(model)
+    model = apply_layer_streaming(model, to=elsewhere)  # has checkpoints of its own
+    return model, adamw(model), step_in_16_bits()
 
 
-row = ladder.climb(
-    "QLoRA, streamed", with_streaming, **checkpointed_rows | {"after": "QLoRA"}
-)
-fell = 1 - row.peak_bytes / ladder["QLoRA"].peak_bytes
-print(f"{fell:.0%} less than QLoRA")
+ladder.climb("QLoRA, streamed", with_streaming, **on_lean | {"after": "QLoRA"})
+price("QLoRA, streamed", after="QLoRA")
 
 # %% [markdown]
-# **The answer** is in the print: by less than one hopes. The table of the embedding stays, and in this small model it is larger than all packed blocks. The ladder for eight billion weights, further down, has a row with streaming where blocks are most of the model.
+# **The answer.** By little: the embedding stays, and here it is larger than all packed blocks. For eight billion weights it is the other way round, see below.
 #
-# **How do I use it?** As above. DeepSpeed's ZeRO-3 with `offload_param` does it for weights that train as well.
-#
-# **What does it cost?** Every weight crosses the link twice a step. On a GPU that is hidden as long as a block takes longer to compute than the next one to come, so take many tokens per step.
-
-# %% [markdown]
-# The rows of Part B take their turns, each compared with the baseline.
+# **Tomorrow**: DeepSpeed's ZeRO-3 with `offload_param` does it for weights that train as well; for a frozen base in four bits we know of no flag, so it is ours. **Not when** the weights fit. Each of them crosses the link twice a step. That is hidden as long as a block takes longer to compute than the next one to come, so take many tokens per step.
 
 # %%
 ladder.take_turns(rounds=sizes.rounds)
+price(
+    "step in backward",
+    "16-bit AdamW states",
+    "8-bit AdamW",
+    "LoRA",
+    "QLoRA",
+    "QLoRA, streamed",
+    after=lean_row,
+)
 
 # %% [markdown]
+# On a CPU the update with states in 8 bits takes long. On a GPU it is one kernel.
+#
 # ### 12. Dynamic batch size
 #
-# **What is going on?** If you do not know what fits, try it. When memory runs out, halve the micro-batches and double their number. The gradient stays that of the same batch.
-#
-# **The idea.** Catch the error, and try again after it.
+# If you do not know what fits, try it. When memory runs out, halve the micro-batches and double their number: the gradient stays that of the same batch. Below, a limit stands in for a smaller device: 70 % of what QLoRA takes with checkpoints and a plain loss. The step without data knows how many micro-batches that needs; the search begins with one.
 
 # %%
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.predict import predict
 from recipes_lib.training.dynamic_batch import (
     fit_micro_batches,
-    halve_until_it_fits,
     predicted_micro_batches,
 )
-
-show(halve_until_it_fits)
-
-# %% [markdown]
-# An emulated limit stands in for a smaller device: the operator that goes over it raises the error that CUDA would raise. **Guess first:** the limit is 70 % of the peak of the QLoRA row. How many micro-batches does it take? The step without data knows. The search does not: it begins with one.
+from recipes_lib.training.gradient_accumulation import accumulate_gradients
 
 
-# %%
+def small_model():
+    model = apply_qlora(fresh(), rank=16, alpha=32)
+    return apply_activation_checkpointing(model)
+
+
 def gradient(model, micro_batches):
     return accumulate_gradients(model, batch, micro_batches=micro_batches)
 
@@ -1139,13 +1103,10 @@ def peak_in_parts(micro_batches):
     def step(model, optimizer):
         gradient(model, micro_batches)
 
-    def build():
-        return small_model(), None, step
-
-    return predict(build).peak
+    return predict(lambda: (small_model(), None, step)).peak
 
 
-limit = int(0.7 * ladder["QLoRA"].predicted_bytes)
+limit = int(0.7 * peak_in_parts(1))
 expected = predicted_micro_batches(
     peak_in_parts, batch_size=sizes.rows, limit_bytes=limit
 )
@@ -1164,226 +1125,59 @@ for attempt in fitted.attempts:
     print(attempt)
 
 # %% [markdown]
-# A failed attempt leaves nothing behind: the file shows what that takes.
+# The Trainer's `auto_find_batch_size=True` starts again with a smaller batch and does not add accumulation, so it trains something else.
 #
-# **How do I use it?** `fit_micro_batches`, as above. `auto_find_batch_size=True` in the Trainer restarts the training with a smaller batch and does not add accumulation, so it changes the training. Ours keeps the batch.
-#
-# **What does it cost?** The time of the failed attempts.
-
-# %% [markdown]
 # ## Everything combined
 #
-# **What is going on?** There are two combinations. The first one is for time: the step in 16 bits, in compiled blocks, with a loss in chunks. All weights train, and nothing is computed twice. It needs native 16-bit products.
+# **For time**: the step in 16 bits, in compiled blocks, with a loss in chunks. All weights train, and nothing is computed twice.
 #
-# The second one is for memory. Each recipe removes one term, so we put together those that remove different ones:
+# **For memory**, each recipe removes one term:
 #
 # | term | removed by |
 # |---|---|
-# | weights | QLoRA: four bits |
+# | weights | QLoRA: four bits, and 16 for the embedding and the norms |
 # | gradients, states, embedding copies | adapters: hardly anything trains; their states take 8 bits |
-# | activations | checkpointing, in compiled blocks, in 16 bits |
-# | loss | chunked cross-entropy, the *loss in chunks*: output layer and loss for a few hundred tokens at a time |
+# | activations | checkpointing around compiled blocks; what goes from block to block has 16 bits, too |
+# | loss | loss in chunks |
 #
-# The last one is a recipe of [notebook 04](../notebooks/04_training_long_sequences.ipynb), where long texts need it. Accumulation would shrink the loss as well, but each micro-batch unpacks all four-bit weights again. The step in backward stays out: adapters have hardly any gradients to free.
+# Streaming stays out, because most of these weights are in the embedding; the step in backward too, because adapters have hardly any gradients.
 #
 # **Guess first.** Which term is the largest one left in the second combination?
 
 # %%
-from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
-
 fast_row = "16 bits, compiled, chunked loss"
-
-
-def fast_and_whole():
-    """For time: every weight trains, and nothing is computed twice."""
-    model = compiled_if_possible(fresh())
-    model = apply_chunked_cross_entropy(model)
-    return model, adamw(model), in_mixed_precision()
-
-
 together = dict(group="together", dtype=precision.dtype)
-if native:
-    ladder.climb(fast_row, fast_and_whole, **together)
 
 
-# %%
+def fast_and_whole(model):
+    return apply_chunked_cross_entropy(compiled_if_possible(model))
+
+
+def for_time():
+    model = fast_and_whole(fresh())
+    return model, adamw(model), step_in_16_bits()
 
 
 def small_in_every_term(model):
-    """For memory."""
+    model = model.to(precision.dtype)  # what is frozen needs no 32 bits
     model = apply_qlora(model, rank=16, alpha=32)
     model = compiled_if_possible(model)  # before checkpointing, which stays outside
     model = apply_activation_checkpointing(model)
     return apply_chunked_cross_entropy(model)
 
 
-def everything():
+def for_memory():
     model = small_in_every_term(fresh())
-    return model, eight_bit_adamw(model, lr=2e-5), in_mixed_precision()
+    return model, eight_bit_adamw(model, lr=2e-5), step_in_16_bits()
 
 
-ladder.climb("everything combined", everything, **together)
-
-# %% [markdown]
-# **Why not more?** The prediction of the first combination is a few per cent too high. In this step PyTorch adds the two gradients of the tied table in place, and the account counts a third table for the sum.
-#
-# In the second combination the weights are the largest term now, and a large part of them is the table of the embedding, which nothing here makes smaller.
-#
-# ## The ladder
-#
-# The two combinations take their turns with the baseline, and the table is complete.
-
-# %%
-profiled = ["everything combined"]
-if native:
-    profiled.insert(0, fast_row)
-ladder.take_turns(rounds=sizes.rounds, profile=profiled)
+ladder.climb(fast_row, for_time, **together)
+ladder.climb("everything combined", for_memory, **together)
+ladder.take_turns(rounds=sizes.rounds)
 ladder
 
 # %%
 ladder.chart()
-
-# %% [markdown]
-# ### Where does the rest of the time go?
-#
-# A share of the limit below 100 % says that time goes elsewhere. The profiler of PyTorch times each operator of a step; here they are added up by kind. The dark ticks are the limits: the multiplications of the step at the rate of the setup. *Other* is Python itself, the calls and waiting. The profiler slows the step down, so compare the parts with each other.
-
-# %%
-from recipes_lib.core.measure.operator_profile import KINDS
-from recipes_lib.report.bars import Bars, bars
-from recipes_lib.report.style import OPERATORS, three_digits
-
-profiles = ladder.profiles.values()
-rows = [ladder[name] for name in ladder.profiles]
-bars(
-    list(ladder.profiles),
-    Bars(
-        "seconds per step, by kind of operator",
-        {kind: [profile.get(kind, 0.0) for profile in profiles] for kind in KINDS},
-        [three_digits(sum(profile.values())) for profile in profiles],
-        # What the multiplications of a row alone would take.
-        marks=[row.share_of_limit * row.seconds for row in rows],
-        colors=dict(zip(KINDS, OPERATORS)),
-    ),
-    title="Where the seconds of a step go",
-    predicted="the products alone, at the machine's rate",
-)
-
-# %% [markdown]
-# Three things keep a step from its limit.
-#
-# 1. **Casts and copies.** In plain mixed precision every product casts what it reads, in an operator of its own. Compiled blocks cast inside of their kernels, and this part nearly vanishes.
-# 2. **Products that are small.** The setup measured one large square. Keys and values of this model are 192 numbers wide, and attention multiplies matrices of 64 × 64 for each head: they reach a much lower rate, so even *matrix products* alone take longer than the limit.
-# 3. **The optimizer, the loss, and the calls themselves**, which multiply no matrices at all.
-#
-# One number needs care. The loss in chunks multiplies only for the tokens of the answers, and the share counts the output layer for all tokens. By the operations that it really does, the share is lower:
-
-# %%
-from recipes_lib.training.gradient_accumulation import count_targets
-
-if native:
-    vocabulary, width = skeleton.get_output_embeddings().weight.shape
-    targets = int(count_targets(batch))  # tokens of the answers
-    # Forward and two gradients, a multiplication and an addition each.
-    left_out = 3 * 2 * vocabulary * width * (tokens - targets)
-    done = ladder[fast_row].operations - left_out
-    counted = ladder[fast_row].share_of_limit
-    print(f"share by the operations of the plain step  {counted:.0%}")
-    share = counted * done / ladder[fast_row].operations
-    print(f"share by the operations that it does       {share:.0%}")
-
-# %% [markdown]
-# ## Does it still learn?
-#
-# Memory is worth nothing if the model does not get better. Full fine-tuning, LoRA in fp32 and the combination train on the same batches, from the same pretrained weights. What counts is the loss on functions from modules that none of them has seen.
-
-# %%
-from recipes_lib.core.data.evaluation import evaluate
-from recipes_lib.report.lines import lines
-
-
-def learn(model, optimizer, step):
-    """The held-out loss before training and after every few steps."""
-    # All rows are padded to one length: compiled blocks compile once.
-    data = batches(train, **shaped, pad_token_id=padding, device=device)
-    curve = [(0, evaluate(model, held_out, pad_token_id=padding))]
-    for number in range(1, sizes.steps + 1):
-        rows = next(data)
-        # In fp16 a step is skipped while the loss scale is too large. It does not count.
-        for _ in range(20):
-            moved = step(model, optimizer, rows)
-            if moved:
-                break
-        assert moved, "no loss scale was small enough"
-        if number % 2 == 0 or number == sizes.steps:
-            curve.append((number, evaluate(model, held_out, pad_token_id=padding)))
-    return curve
-
-
-def fp32_step(model, optimizer, rows):
-    """Returns whether the weights have moved, as the next one does."""
-    model(**rows, use_cache=False).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return True
-
-
-def half_step(precision, model, optimizer, rows):
-    with precision.autocast():
-        loss = model(**rows, use_cache=False).loss
-    precision.backward(loss)
-    moved = precision.step(optimizer)
-    optimizer.zero_grad()
-    return moved
-
-
-# %%
-def full_fine_tuning():
-    model = load_model(sizes.learner)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
-    return learn(model, optimizer, fp32_step)
-
-
-def lora_in_fp32():
-    model = apply_lora(load_model(sizes.learner), rank=16, alpha=32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
-    return learn(model, optimizer, fp32_step)
-
-
-def combined_learns():
-    model = small_in_every_term(load_model(sizes.learner))
-    step = partial(half_step, mixed_precision())
-    return learn(model, eight_bit_adamw(model, lr=5e-4), step)
-
-
-curves = {}
-for name, run in {
-    "full fine-tuning, fp32": full_fine_tuning,
-    "LoRA, fp32": lora_in_fp32,
-    "everything combined": combined_learns,
-}.items():
-    seed_everything(0)
-    curves[name] = run()
-    points = "   ".join(f"step {step}: {loss:.2f}" for step, loss in curves[name])
-    print(f"{name:<23}{points}")
-
-# %%
-lines(
-    curves,
-    title="All three learn",
-    xlabel="optimizer step",
-    ylabel="held-out loss, nats per token",
-)
-
-# %% [markdown]
-# All three learn. The combination begins and ends a little higher than the other two, in a tenth of the memory. Read the distances with care: this is one run of each, on a few held-out answers, with learning rates that were not tuned. With other pairs of text the order of the three may change. A curve can also rise between two points: a run of so few steps at a constant rate is noisy. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) shows how to compare two models with an interval, and the recorded run of recipe 7 in [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) compares two ways of training with three seeds.
-#
-# Before training only the combination differs from the other two, and the distance at step 0 is what its four bits cost. The note on SmolLM2's source above says how to read it: weights that come from a file of four-bit groups have paid a part of this price already.
-
-# %% [markdown]
-# ## The pictures
-#
-# **Over time.** The step of the first figure again, and with it the step of everything combined, on the same scale. On a CPU the account sees operators and not the inside of compiled code, so for this picture the blocks run uncompiled: the combination's peak in the picture is a little higher than in the table, and than the dashed line, which is that of the compiled step.
 
 # %%
 ends = ("baseline", "everything combined")
@@ -1394,38 +1188,70 @@ timeline_chart(
 )
 
 # %% [markdown]
-# **All rows.** In each small picture, look for the highest point. Is it at the end of forward, or at the end of backward? In the first case activations and loss have to shrink, in the second one gradients and their copies. Rows with compiled blocks are drawn with uncompiled ones here, too.
+# **The answer.** The weights, and most of them are the embedding. On a CPU the account sees operators and not the inside of compiled code, so for this picture the blocks run uncompiled.
+#
+# ## Does it still learn?
+#
+# Memory is worth nothing if the model does not get better. The plain step and both combinations train on the same batches, from the same pretrained weights. What counts is the loss on functions from modules that none of them has seen.
 
 # %%
-timeline_chart(ladder.timelines, columns=3, title="Memory over one step, row by row")
+from recipes_lib.core.data.evaluation import evaluate
+
+
+def learn(recipe, optimizer_of, step):
+    """The held-out loss before training and after it."""
+    seed_everything(0)
+    model = recipe(load_model(sizes.learner))
+    optimizer = optimizer_of(model)
+    learning = batches(
+        train,
+        batch_size=sizes.learner_rows,
+        length=sizes.tokens,  # one length: compiled blocks compile once
+        pad_token_id=padding,
+        device=device,
+    )
+    before = evaluate(model, held_out, pad_token_id=padding)
+    for _ in range(sizes.steps):
+        step(model, optimizer, next(learning))
+    after = evaluate(model, held_out, pad_token_id=padding)
+    return [(0, before), (sizes.steps, after)]
+
+
+whole = partial(torch.optim.AdamW, lr=5e-5, fused=True)
+of_adapters = partial(eight_bit_adamw, lr=5e-4)  # about ten times as large
+
+
+def whole_model(model):
+    return whole(model.parameters())
+
+
+curves = {
+    "baseline": learn(lambda model: model, whole_model, train_step),
+    fast_row: learn(fast_and_whole, whole_model, step_in_16_bits()),
+    "everything combined": learn(small_in_every_term, of_adapters, step_in_16_bits()),
+}
 
 # %% [markdown]
-# **By kind.** The moment of the peak, as it was predicted: which part does each recipe remove?
+# What is often promised for such stacks is *70 % less memory, and faster*. Against that, from the rows above:
 
 # %%
-from recipes_lib.report.style import KIND_COLORS, WITHOUT_DATA
-
-
-def kinds_chart(at_peak, title):
-    """What the predicted peak of each row consists of."""
-    parts = {}
-    for kind in KIND_COLORS:
-        parts[kind] = [row[kind] / 2**30 for row in at_peak.values()]
-    sums = [three_digits(sum(row)) for row in zip(*parts.values())]
-    column = Bars("GiB at the moment of the peak", parts, sums, colors=KIND_COLORS)
-    return bars(list(at_peak), column, title=title, source=WITHOUT_DATA)
-
-
-at_peak = {name: each.at_peak() for name, each in ladder.predictions.items()}
-kinds_chart(at_peak, "What the peak consists of")
+print(f"{'':<33}{'memory':>8}{'time':>8}   held-out loss, {sizes.steps} steps")
+for name, curve in curves.items():
+    row = ladder[name]
+    memory = row.peak_bytes / baseline.peak_bytes - 1
+    time = row.seconds / ladder["baseline"].seconds
+    (_, before), (_, after) = curve
+    print(f"{name:<33}{memory:>+8.0%}{time:>7.2f}×   {before:.2f} → {after:.2f}")
 
 # %% [markdown]
+# The second combination keeps both promises. Its four bits cost what its loss before training has more than the others. (The note on SmolLM2's source above says how to read that.) Whoever has room for all weights takes the first combination. This is one run of each on a few held-out answers, with rates that were not tuned: it shows that each of them learns, and not which learns best. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares with an interval.
+#
 # <!-- numbers:gpu-01 -->
 # <!-- end -->
 #
 # ## The same ladder for eight billion weights
 #
-# In the small model the recipes of Part A look weak, because the second tower is almost as high as the first. Is that different with eight billion weights and 4,096 tokens? Such a step does not fit here. Without data it takes no memory, only seconds. And it needs no 32 blocks: they are alike, so each of them adds the same bytes at the same moment. `any_size` takes the steps of models with two, three and four blocks, and follows every moment to 32.
+# Such a step does not fit here, but without data it takes no memory. Nor does it need 32 blocks: they are alike, so each adds the same bytes at the same moment. `any_size` takes the steps of models with two, three and four blocks, and follows every moment to 32. The equation answers at once, where it has the recipe.
 
 # %%
 import time
@@ -1434,157 +1260,147 @@ from recipes_lib.core.predict.any_size import any_size
 
 texts = torch.randint(0, 128_256, (8, 512), device=device)
 long_batch = {"input_ids": texts, "labels": texts}  # 4,096 tokens
+long_step = partial(train_step, rows=long_batch)
 
 
-def long_step(model, optimizer):
-    model(**long_batch, use_cache=False).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def lora(model):
+    return get_peft_model(model, adapters())
 
 
-def long_step_in_four(model, optimizer):
-    accumulate_gradients(model, long_batch, micro_batches=4)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def large(layers, recipes=(), optimizer_of=adamw, step=long_step):
+def large(layers, recipes=(), optimizer_of=adamw):
     """`build` of a Llama-3.1-8B of so many blocks, with the recipes in their order."""
 
     def build():
         model = model_of_shape("llama-3.1-8b", layers=layers)
         for recipe in recipes:
             model = recipe(model)
-        return model, optimizer_of(model), step
+        return model, optimizer_of(model), long_step
 
     return build
 
 
 checkpoints = apply_activation_checkpointing
-in_backward = partial(apply_optimizer_in_backward, lr=2e-5, fused=True)
-lora = partial(apply_lora, rank=16, alpha=32)
-qlora = partial(apply_qlora, rank=16, alpha=32)
 chunks = apply_chunked_cross_entropy
+qlora = partial(apply_qlora, rank=16, alpha=32)
 streamed = partial(apply_layer_streaming, to="disk")
-large_rows = {
-    "baseline": dict(),
-    "gradient accumulation": dict(step=long_step_in_four),
-    "activation checkpointing": dict(recipes=[checkpoints]),
-    "… and step in backward": dict(recipes=[checkpoints], optimizer_of=in_backward),
-    "… and 16-bit states": dict(
-        recipes=[checkpoints], optimizer_of=partial(sixteen_bit_adamw, lr=2e-5)
-    ),
-    "… and 8-bit states": dict(
-        recipes=[checkpoints], optimizer_of=partial(eight_bit_adamw, lr=2e-5)
-    ),
-    "… and LoRA": dict(recipes=[lora, checkpoints]),
-    "QLoRA, no checkpointing": dict(recipes=[qlora]),
-    "QLoRA, checkpointing": dict(recipes=[qlora, checkpoints]),
-    "… and a loss in chunks": dict(recipes=[qlora, checkpoints, chunks]),
-    "… and streamed": dict(recipes=[qlora, chunks, streamed]),
-}
-large_peaks = {}
-began = time.perf_counter()
-for name, options in list(large_rows.items())[: sizes.large_rows]:
-    step = any_size(partial(large, **options), layers=(2, 3))
-    large_peaks[name] = step.at(layers=32)
-print(f"{len(large_peaks)} rows in {time.perf_counter() - began:.0f} s")
-kinds_chart(large_peaks, "Llama-3.1-8B, 4,096 tokens, fp32 but for QLoRA: not run")
+in_backward = partial(apply_optimizer_in_backward, lr=2e-5, fused=True)
+in_8_bits = partial(eight_bit_adamw, lr=2e-5)
 
-# %% [markdown]
-# The equation has eight of the eleven rows, and answers at once.
-
-# %%
-skeleton_8b = model_of_shape("llama-3.1-8b", device="meta")
-plain_8b = equation.plain_step(skeleton_8b, rows=8, length=512)
-checkpointed_8b = equation.with_checkpointing(plain_8b)
+plain_8b = model_of_shape("llama-3.1-8b", device="meta")
+plain_8b = equation.plain_step(plain_8b, rows=8, length=512)
+lean_8b = equation.with_chunked_loss(equation.with_checkpointing(plain_8b))
 lora_8b = equation.with_adapters(plain_8b, rank=16)
 qlora_8b = equation.in_four_bits(lora_8b)
-small_8b = equation.with_checkpointing(qlora_8b)
-by_arithmetic = {
-    "baseline": plain_8b,
-    "activation checkpointing": checkpointed_8b,
-    "… and 16-bit states": equation.with_states_in(checkpointed_8b, bits=16),
-    "… and 8-bit states": equation.with_states_in(checkpointed_8b, bits=8),
-    "… and LoRA": equation.with_checkpointing(lora_8b),
-    "QLoRA, no checkpointing": qlora_8b,
-    "QLoRA, checkpointing": small_8b,
-    "… and a loss in chunks": equation.with_chunked_loss(small_8b),
+lean_lora = equation.with_chunked_loss(equation.with_checkpointing(lora_8b))
+lean_qlora = equation.with_chunked_loss(equation.with_checkpointing(qlora_8b))
+
+# Of each row the recipes, and the equation's answer.
+large_rows = {
+    "baseline": (dict(), plain_8b),
+    "QLoRA alone": (dict(recipes=[qlora]), qlora_8b),
+    "checkpointing, loss in chunks": (dict(recipes=[checkpoints, chunks]), lean_8b),
+    "… and step in backward": (
+        dict(recipes=[checkpoints, chunks], optimizer_of=in_backward),
+        None,
+    ),
+    "… and 8-bit AdamW": (
+        dict(recipes=[checkpoints, chunks], optimizer_of=in_8_bits),
+        equation.with_states_in(lean_8b, bits=8),
+    ),
+    "… and LoRA": (dict(recipes=[lora, checkpoints, chunks]), lean_lora),
+    "… and QLoRA": (dict(recipes=[qlora, checkpoints, chunks]), lean_qlora),
+    "QLoRA, streamed": (dict(recipes=[qlora, chunks, streamed]), None),
 }
-equation_off = {}
-print(f"{'GiB':<26}without data   by arithmetic")
-for name, parts in large_peaks.items():
-    if name not in by_arithmetic:
-        continue
+large_peaks, equation_off = {}, {}
+began = time.perf_counter()
+print(f"{'GiB':<31}without data   by arithmetic")
+for name, (options, by_arithmetic) in list(large_rows.items())[: sizes.large_rows]:
+    parts = any_size(partial(large, **options), layers=(2, 3)).at(layers=32)
+    large_peaks[name] = parts
     peak = sum(parts.values())
-    expected_peak = by_arithmetic[name].peak
-    equation_off[name] = expected_peak / peak - 1
-    both = f"{peak / 2**30:12.1f}{expected_peak / 2**30:16.1f}"
-    print(f"{name:<26}{both}  {equation_off[name]:+.1%}")
+    line = f"{name:<31}{peak / 2**30:>12.1f}"
+    if by_arithmetic is not None:
+        equation_off[name] = by_arithmetic.peak / peak - 1
+        line += f"{by_arithmetic.peak / 2**30:>16.1f}  {equation_off[name]:+.1%}"
+    print(line)
+print(f"in {time.perf_counter() - began:.0f} s")
+
+# %%
+from recipes_lib.report.bars import Bars, bars
+from recipes_lib.report.style import KIND_COLORS, WITHOUT_DATA, three_digits
+
+kinds = {}
+for kind in KIND_COLORS:
+    kinds[kind] = [row[kind] / 2**30 for row in large_peaks.values()]
+bars(
+    list(large_peaks),
+    Bars(
+        "GiB at the moment of the peak",
+        kinds,
+        [three_digits(sum(row)) for row in zip(*kinds.values())],
+        colors=KIND_COLORS,
+    ),
+    title="Llama-3.1-8B, 4,096 tokens, fp32 but for QLoRA: not run",
+    source=WITHOUT_DATA,
+)
 
 # %% [markdown]
-# Two rows differ by more than 1 %. The equation stores all states in 8 bits, and the recipe keeps those of the embedding in 32. And with a loss in chunks the peak is a block that is computed again, which the equation takes a little too large.
-#
-# Back to the question: are the recipes of Part A weak? With full fine-tuning they are. The activations are a third of the baseline's peak, and checkpointing removes nearly all of them, but the gradients take their place, as in our small model. First weights, states and gradients have to shrink. Compare the three rows of QLoRA. With four bits for the weights, the row *without* checkpointing is more than three times as high as the row with it. Once the activations are gone as well, the loss, all of *other* and half of the activations, is more than a third of what is left, and a loss in chunks removes most of that. Then the weights are most of what is left, and streamed they wait elsewhere, but for the two tables. So what a recipe saves depends on the others: ask first what is at the peak.
+# Compare *QLoRA alone* with *… and QLoRA*: with recipe 2 the same four bits fit a card of 16 GB, and without it they need one of 80. The same recipe 2 helps full fine-tuning by 15 % only, because weights, states and gradients stand beside the activations. **What a recipe saves depends on the others: ask first what is at the peak.**
 #
 # ## Out-of-memory doctor
 #
-# The same as a decision: given a model, a device and the text of an error, what should be tried first? In the example PyTorch holds 2.40 GiB that it cannot use, because they are in pieces. A setting helps, and the first line of the answer names it. The other lines are predictions. `python -m recipes_lib doctor` does the same in a terminal.
+# The same as a decision: given a model, a device and the text of an error, what should be tried first? In the example PyTorch holds 2.40 GiB that it cannot use, because they are in pieces, and the first line of the answer names the setting that helps. The other lines are predictions. `python -m recipes_lib doctor` does the same in a terminal.
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
 
-in_16_bits = model_of_shape("llama-3.1-8b", dtype=torch.bfloat16, device="meta")
+in_16_bits_8b = model_of_shape("llama-3.1-8b", dtype=torch.bfloat16, device="meta")
 error = (
     "CUDA out of memory. Tried to allocate 1.20 GiB. GPU 0 has a total capacity of "
     "24.00 GiB of which 512.00 MiB is free. Of the allocated memory 20.10 GiB is "
     "allocated by PyTorch, and 2.40 GiB is reserved by PyTorch but unallocated."
 )
 diagnose(
-    error=error, model=in_16_bits, batch_size=4, seq_len=2048, memory_bytes=24 * 2**30
+    error=error,
+    model=in_16_bits_8b,
+    batch_size=4,
+    seq_len=2048,
+    memory_bytes=24 * 2**30,
 )
 
 # %% [markdown]
-# ## Take this into your code
+# ## Take this home
 #
-# A whole training loop, on a model of the hub. Put your own batches in the place of `loader`. `resolve` gives the folder of the embedded model where the hub cannot be reached; any other name or folder passes through. The two losses that it prints belong to two different batches.
+# Ten lines, on a model of the hub, or on the embedded one where the hub cannot be reached. [`scripts/train_large_model.py`](../scripts/train_large_model.py) is the whole of it: data, schedule, checkpoints, held-out loss.
 
 # %%
-from transformers import AutoModelForCausalLM
-
 from recipes_lib.core.model.default_model import resolve
 
 # Any causal LM of the hub, or a folder.
 name = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")
 loader = batches(train, batch_size=8, pad_token_id=padding, device=device)
 
+precision = mixed_precision()  # the fastest of this machine
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
 model.train()  # from_pretrained returns a model in evaluation mode
 model = apply_qlora(model, rank=16, alpha=32)  # weights in four bits, adapters train
 apply_chunked_cross_entropy(model)  # no table of all logits
 apply_activation_checkpointing(model)  # activations of one block at a time
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, fused=True)
-precision = mixed_precision()  # the fastest of this machine
 for step, rows in zip(range(2), loader):
     with precision.autocast():
         loss = model(**rows, use_cache=False).loss
     precision.backward(loss)
     precision.step(optimizer, max_grad_norm=1.0)
     optimizer.zero_grad()
-    print(f"step {step}: loss {loss.item():.3f}")
+    print(f"step {step}: loss {loss.item():.3f}")  # of two different batches
 del model, optimizer, loss
 
 # %% [markdown]
-# The same as arguments of the libraries: `Trainer`, or TRL's `SFTTrainer`, with peft and bitsandbytes. `per_device_train_batch_size × gradient_accumulation_steps` is the batch.
+# The same as arguments of `Trainer`, or of TRL's `SFTTrainer`, beside `adapters()` and `four_bits` from above:
 
 # %%
-import warnings
-
-from peft import LoraConfig
-from transformers import BitsAndBytesConfig, TrainingArguments
-
-# Newer versions of transformers say activation_checkpointing, and warn.
-warnings.simplefilter("ignore", FutureWarning)
+from transformers import TrainingArguments
 
 arguments = TrainingArguments(
     output_dir="runs/take-away",
@@ -1595,16 +1411,12 @@ arguments = TrainingArguments(
     bf16=precision.dtype == torch.bfloat16,  # recipe 4
     fp16=precision.dtype == torch.float16,
     # torch_compile=True,  # recipe 5; the Trainer compiles the whole model
-    optim="adamw_torch_fused",  # recipe 7: "adamw_8bit"; for adapters the states are small
+    optim="adamw_torch_fused",  # recipe 7: "adamw_8bit"
     # use_liger_kernel=True,  # the loss in chunks, on a GPU with liger-kernel installed
     use_cpu=device == "cpu",
     report_to="none",
 )
-adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-four_bits = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-)
-print(arguments.optim, adapters.r, four_bits.bnb_4bit_quant_type)
+print(arguments.optim, arguments.bf16)
 
 # %% [markdown]
 # And as one command, on pairs of your own, with the held-out loss before and after:
@@ -1613,33 +1425,31 @@ print(arguments.optim, adapters.r, four_bits.bnb_4bit_quant_type)
 # python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine
 # ```
 #
-# ## What it costs, and when not to use it
-#
-# | recipe | price | not when |
-# |---|---|---|
-# | gradient accumulation | gradients stay alive; small products are slower | the batch fits |
-# | activation checkpointing | about one more forward pass | activations are not at the peak |
-# | activation offloading | every byte travels twice | checkpointing is enough: it is simpler |
-# | mixed precision | 16-bit copies of the weights | a CPU without 16-bit units |
-# | compiled blocks | seconds of compiling, again for new shapes | a run of a few dozen steps |
-# | step in backward | no accumulation, no clipping, no loss scaling | you need one of these |
-# | 16-bit states | rounded averages; the update itself takes longer | the states are small, as with LoRA |
-# | 8-bit states | slightly different updates; slow on a CPU | the states are small, as with LoRA |
-# | states on the host | traffic over the link in every step | there is no GPU, or 8 bits are enough |
-# | LoRA | an update of low rank | teaching much new knowledge |
-# | QLoRA | rounded weights; unpacking in every product | the 16-bit weights fit |
-# | layer streaming | every weight crosses the link twice a step | the weights fit |
-#
-# **Measured here: two recipes that save less than one expects.** *Activation offloading* ends at the same peak as checkpointing, because both leave the tower of gradients as it is. *Mixed precision* saves no memory on a batch this small; its gain is time. Both stay in the ladder, so that you see it.
-#
-# **What goes together.** Recipes that remove different terms: see the table of *everything combined*. *8-bit states* go with LoRA, as there, but little is left to save. **What does not.** *Step in backward* with accumulation, clipping or fp16. The [cheatsheet](../CHEATSHEET.md) has all recipes side by side, and [TRAPS.md](../TRAPS.md) lists settings that train something else without an error.
+# **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading with checkpointing, which leaves it nothing to move. The [cheatsheet](../CHEATSHEET.md) has all recipes side by side, and [TRAPS.md](../TRAPS.md) lists settings that train something else without an error.
 #
 # ## Exercises
 #
-# 1. Double the tokens per row. Which rows change, and by what factor? Predict first, with `equation.plain_step`.
-# 2. Checkpoint every second block: `apply_activation_checkpointing(model, every=2)`. When would you choose that?
-# 3. Add *step in backward* to the LoRA row. Use the equation to explain why almost nothing happens.
-#
+# 1. Double the tokens per row. Which terms change, and by what factor? Predict first.
+# 2. At how many tokens does the first tower of the plain step become higher than the second? Solve the equation, then check.
+# 3. Add *step in backward* to the LoRA row. Why does almost nothing happen?
+
+# %%
+# 1. Activations and loss double, the rest stays.
+doubled = equation.plain_step(skeleton, rows=sizes.rows, length=2 * sizes.tokens)
+assert abs(doubled.activations / arithmetic.activations - 2) < 0.01
+assert abs(doubled.loss / arithmetic.loss - 2) < 0.01
+assert doubled.weights == arithmetic.weights
+
+# 2. Where both are equal: gradients and copies over bytes per token.
+per_token = (arithmetic.activations + arithmetic.loss) / tokens
+second = arithmetic.gradients + arithmetic.copies
+print(f"from {second / per_token:,.0f} tokens on")
+
+# 3. The gradients are those of the adapters.
+trained = equation.with_adapters(arithmetic, rank=16)
+print(f"gradients: {trained.gradients / 2**20:.0f} of {trained.peak / 2**20:,.0f} MiB")
+
+# %% [markdown]
 # ## References
 #
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016: checkpointing
@@ -1653,8 +1463,6 @@ print(arguments.optim, adapters.r, four_bits.bnb_4bit_quant_type)
 # The last cell checks that the story above is true on this machine: orderings and signs, never absolute speed.
 
 # %%
-from itertools import pairwise
-
 from recipes_lib.core.measure.machine import fast
 
 ladder.note(
@@ -1666,28 +1474,32 @@ ladder.note(
 
 allowed = dict.fromkeys([row.name for row in ladder.rows], 0.005)
 if can_compile:
-    allowed |= {compiled_row: 0.02, "everything combined": 0.02, fast_row: 0.06}
+    allowed |= {compiled_row: 0.06, "everything combined": 0.06, fast_row: 0.06}
 for row in ladder.rows:
     assert abs(row.prediction_error) < allowed[row.name], f"{row.name} as predicted"
 if not fast():  # in models as small as those of FAST mode, what is left out counts
     assert abs(arithmetic.peak / baseline.peak_bytes - 1) < 0.01, "so is the equation"
-assert max(map(abs, equation_off.values())) < 0.05, "also for eight billion weights"
+assert max(map(abs, equation_off.values())) < 0.06, "also for eight billion weights"
 
 # A GPU adds up in another order each time.
 tolerance = 1e-3 if device == "cpu" else 2e-2
-same_training = ["gradient accumulation", "activation checkpointing"]
-same_training += ["activation offloading", "step in backward"]
-for name in same_training:
+for name in (
+    "gradient accumulation",
+    "activation checkpointing",
+    "activation offloading",
+):
     difference = abs(ladder[name].loss - ladder["baseline"].loss)
     assert difference < tolerance, f"{name} is the same training"
 assert naive_error > 0.01, "the popular accumulation is not"
 
-staircase = ["baseline", "activation checkpointing", "16-bit AdamW states"]
-staircase += ["LoRA", "QLoRA", "everything combined"]
+if not fast():
+    for name in ("gradient accumulation", "activation checkpointing"):
+        assert ladder.saved(name) > 0.25, f"{name} shows what it is for"
+staircase = ["baseline", "activation checkpointing", "checkpointing, loss in chunks"]
+staircase += ["16-bit AdamW states", "LoRA", "QLoRA"]
 peaks = [ladder[name].peak_bytes for name in staircase]
-for higher, lower in pairwise(peaks):
-    assert lower < 1.01 * higher, "none is higher than the one before"
-assert ladder.saved("everything combined") > 0.7
+assert peaks == sorted(peaks, reverse=True), "each is lower than the one before"
+assert ladder.saved("everything combined") > 0.7, "70 % less memory"
 found = fitted.micro_batches
 assert 1 < expected <= found <= 2 * expected, "the search finds the prediction"
 for name, curve in curves.items():

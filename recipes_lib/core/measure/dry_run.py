@@ -144,7 +144,7 @@ def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
     """`nn.Module._apply`, by which `to`, `half` and `cuda` change all tensors of a module.
 
     PyTorch's own swaps the old parameter with the new one, and refuses that for fake tensors. Here
-    a parameter that becomes another tensor is replaced.
+    a parameter that becomes another tensor is replaced, and a tied one at both of its places.
     """
     if recurse:
         for child in module.children():
@@ -152,11 +152,15 @@ def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
+        if hasattr(parameter, "became"):
+            module._parameters[name] = parameter.became
+            continue
         with torch.no_grad():
             changed = change(parameter)
         same = (changed.dtype, changed.device) == (parameter.dtype, parameter.device)
         if changed is not parameter and not same:
-            module._parameters[name] = nn.Parameter(changed, requires_grad=parameter.requires_grad)
+            parameter.became = nn.Parameter(changed, requires_grad=parameter.requires_grad)
+            module._parameters[name] = parameter.became
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = change(buffer)

@@ -164,3 +164,14 @@ def test_a_card_reserves_more_than_is_allocated():
     assert prediction.allocated >= prediction.peak + 2 * card.workspace
     assert prediction.reserved > prediction.allocated
     assert predict(build).reserved is None
+
+
+def test_a_tied_table_stays_one_in_another_dtype():
+    """Catches a model that is changed as a whole, whose table then counts at both of its places."""
+
+    def build():
+        model = model_of("llama", torch.float32, tie_word_embeddings=True).to(torch.bfloat16)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        return model, torch.optim.AdamW(model.parameters()), plain_step(batch_of())
+
+    assert predict(build).peak == measured(build).peak_bytes
