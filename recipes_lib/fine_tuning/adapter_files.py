@@ -83,23 +83,24 @@ def save_adapter(
     *,
     base: str,
     card: str | None = None,
+    overwrite: bool = False,
     tokenizer: Any = None,
 ) -> int:
     """Save the adapters of a `PeftModel` with the fingerprint of their base; returns the bytes.
 
     The folder appears whole or not at all: it is written beside, as `.<name>-…`, and renamed.
-    Raises ValueError for a folder that is there already.
 
     Args:
         base: `base_fingerprint` of the model before it was adapted or quantized.
         card: the text of README.md, in the place of peft's, which has gaps to fill in.
+        overwrite: replace a folder that is there already, which otherwise raises ValueError.
         tokenizer: kept beside the adapter, with its template, added tokens and end mark.
     """
     folder = Path(folder)
     if not _has_adapters(model):
         raise ValueError("the model has no adapters to save: give what apply_lora returned")
-    if folder.exists():
-        raise ValueError(f"{folder} is there already: name another folder")
+    if folder.exists() and not overwrite:
+        raise ValueError(f"{folder} is there already: name another folder, or pass overwrite=True")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"
@@ -116,6 +117,8 @@ def save_adapter(
             tokenizer.save_pretrained(new)
         if card is not None:
             (new / CARD_FILE).write_text(card)
+        if folder.exists():
+            os.replace(folder, Path(scratch) / "old")
         os.replace(new, folder)
     return sum(file.stat().st_size for file in folder.iterdir())
 

@@ -1,6 +1,7 @@
 """Saved adapters give the same logits on their own base, and are refused by every other."""
 
 import copy
+import json
 
 import peft
 import pytest
@@ -155,6 +156,9 @@ def test_nothing_is_overwritten_unless_asked(tmp_path):
     with pytest.raises(ValueError, match="is there already"):
         save_adapter(model, tmp_path / "a", base="new")
     assert (tmp_path / "a" / "note.txt").exists()
+    save_adapter(model, tmp_path / "a", base="new", overwrite=True)
+    assert not (tmp_path / "a" / "note.txt").exists()
+    assert json.loads((tmp_path / "a" / "base_model.json").read_text())["fingerprint"] == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["a"], "nothing is left beside it"
 
 
