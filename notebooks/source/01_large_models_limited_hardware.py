@@ -44,6 +44,8 @@
 # | 11 | layer streaming | weights on the device | [layer_streaming.py](../recipes_lib/memory/layer_streaming.py) |
 # | 12 | dynamic batch size | the guesswork | [dynamic_batch.py](../recipes_lib/training/dynamic_batch.py) |
 #
+# The section *What runs out* explains the words of this table.
+#
 # ## Setup
 #
 # Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking. After `make run` or `make lab` it does nothing.
@@ -185,7 +187,7 @@ def train_step(model, optimizer, rows=batch):
 # - **States**: AdamW keeps two averages per weight, of its gradient and of the gradient's square. That is 8 bytes per weight.
 # - **Gradients**: one number per weight, again 4 bytes.
 # - **Activations**: what forward keeps so that backward can compute gradients. They grow with the number of tokens.
-# - **Loss**: the model gives one number, a *logit*, per token and per entry of the vocabulary. The loss and its gradient need this table three times. In this list the word *loss* stands for these bytes.
+# - **Loss**: the model gives one number, a *logit*, per token and per entry of the vocabulary. The loss needs this table of logits three times: forward makes one, and backward two. In this list the word *loss* stands for these bytes.
 #
 # So training in fp32 takes **16 bytes per weight**, however short the text is. But the five are not all there at the same moment. The model is a stack of *blocks* that are built alike. Forward goes through them and builds up activations. Backward walks through the blocks in the other direction: in each block it *uses up* activations and *leaves* gradients. Two moments matter, the one when backward begins and the one when it ends:
 #
@@ -209,15 +211,15 @@ print(arithmetic)
 #
 # - 3 × 576 at each of its two norms: the input, the input normalised, and the output,
 # - 2 × (576 + 192) in attention: queries and the result are 576 numbers wide, keys and values 192,
-# - 4 × 1,536 in the MLP, the widest part of a block.
+# - 4 × 1,536 in the MLP, the widest part of a block: gate, its activation, up, and their product.
 #
-# That is 1,728 tokens × 30 blocks × 11,136 numbers × 4 bytes = 2,202 MiB; the last norm adds 11 more. *One block* is zero here: it is what recipe 2 computes again.
+# That is 1,728 tokens × 30 blocks × 11,136 numbers × 4 bytes = 2,202 MiB; the last norm adds 11 more. (*One block* is what recipe 2 computes again. PyTorch's attention never stores its table of tokens × tokens.)
 #
 # ## Baseline
 #
-# The results go into a table that grows by one row per recipe: the *ladder*. `ladder.climb` takes a function that returns a model, its optimizer and a step, and calls it twice. The first time, tensors have shapes and no data: the step runs as it is, computes nothing, and every byte that it would take is counted. That is the prediction. The second time it is real: a first step, in which AdamW makes its states, and then one in which every byte of every tensor is counted.
+# The results go into a table that grows by one row per recipe: the *ladder*. `ladder.climb` takes a function that returns a model, its optimizer and a step, and calls it twice. The first time, tensors have shapes and no data: the step runs as it is, computes nothing, and every byte that it would take is counted. That is the prediction. The second time it is real: a first step, in which AdamW makes its states, and then one in which every byte of every tensor is counted. The loss in the table is that of this second step.
 #
-# **Guess first.** Draw the memory over one step as a curve: forward, backward, optimizer. Where is the highest point?
+# **Guess first.** The first moment is the peak, says the equation: draw the whole step as a curve. How high is it at its end, when the last gradient arrives?
 
 # %%
 from recipes_lib.report.ladders.memory import MemoryLadder
@@ -247,9 +249,9 @@ timeline_chart(
 )
 
 # %% [markdown]
-# **The answer.** The highest point is in the middle, where forward ends and backward begins: 4,727 MiB. Weights and states are there all the time. Forward adds activations block by block, and at its end comes the loss. One of its three tables is counted among the activations, because forward makes it; the other two are *other*. Backward frees the activations of a block and leaves its gradients. At its very end the embedding copies make a second, lower tower. The dashed line is the prediction.
+# **The answer.** 2,269 MiB, not half of the 4,727 in the middle: 1,539 of weights and states, 513 of gradients, 216 of embedding copies. Weights and states are there all the time. Forward adds activations block by block, and at its end comes the loss. One of its three tables is counted among the activations, because forward makes it; the other two are *other*, as the embedding copies are. Backward frees the activations of a block and leaves its gradients, up to a second, lower tower at its end. The dashed line is the prediction. (A GPU shows more in use: its context, and memory that PyTorch keeps for later.)
 #
-# The figure is also the plan. **Part A** attacks the first tower, which grows with the tokens. **Part B** attacks the second one, and the ground on which both stand: weights and states.
+# The figure is also the plan. **Part A** attacks the first tower, which grows with the tokens. **Part B** attacks the second one, and the ground on which both stand: weights and states. The prints name them: *backward begins* or *forward ends* is the first, *backward ends* the second.
 #
 # The code that predicts is also the code that measures. The equation knows nothing of it, and is an independent witness. It leaves out what is small, such as one number per token and head in attention:
 
@@ -383,7 +385,7 @@ def accumulated():
 ladder.climb("gradient accumulation", accumulated, **in_32_bits)
 
 # %% [markdown]
-# **The answer.** By 40 %, to 2,850 MiB. Activations and loss are a quarter, but 513 MiB of gradients now stand beside them.
+# **The answer.** By 40 %, to 2,850 MiB. Activations and loss are a quarter, and the gradients stand beside them: 1,539 + 513 + 797.
 #
 # **Tomorrow**: `TrainingArguments(gradient_accumulation_steps=4)`, with the batch per device divided by four; the Trainer passes `num_items_in_batch`. For models whose loss does not know this number there is [`accumulate_gradients`](../recipes_lib/training/gradient_accumulation.py). **Not when** the batch fits.
 #
@@ -448,9 +450,11 @@ ladder.climb("activation checkpointing", checkpointed, **in_32_bits)
 # %% [markdown]
 # **The answer.** 125 MiB: thirty inputs, and what is outside of the blocks. The peak falls by 44 %, and what is left of the tower is the loss, 972 MiB; the print counts a third of it as activations.
 #
-# **Tomorrow**: the line above, or `TrainingArguments(gradient_checkpointing=True)`. Ours adds checkpoints in every second block and *selective* ones, which keep the products. **Not when** activations are not at the peak: it costs one more forward, a third more multiplications.
+# **Tomorrow**: the line above, or `TrainingArguments(gradient_checkpointing=True)`. Ours adds checkpoints in every second block and *selective* ones, which keep the matrix products. **Not when** activations are not at the peak: it costs one more forward, a third more multiplications.
 #
-# **The loss, too.** Its table need not exist at once. The logits of a few hundred tokens give their part of the loss and of the gradients, and are freed. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand. PyTorch 2.13 has a function for it, and `apply_chunked_cross_entropy` puts ours into a model of transformers, so that `model(...).loss` stays as it is.
+# **The loss, too.** Its table need not exist at once: the logits of a few hundred tokens give their part of the loss and of the gradients, and are freed. **Guess first:** 972 of 2,637 MiB are the loss. Does the peak fall by most of them?
+#
+# [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand. PyTorch 2.13 has a function for it, and `apply_chunked_cross_entropy` puts ours into a model of transformers, so that `model(...).loss` stays as it is.
 
 # %%
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
@@ -480,7 +484,7 @@ def checkpointed_in_chunks():
 ladder.climb("checkpointing, loss in chunks", checkpointed_in_chunks, **in_32_bits)
 
 # %% [markdown]
-# Now the first tower is lower than the second: the peak is at the *end* of backward, where all gradients are there. No recipe of Part A can get below these 2,269 MiB.
+# **The answer.** By 368 MiB only. Now the first tower is lower than the second, and no recipe of Part A gets below its 2,269 MiB. **Tomorrow**: `use_liger_kernel=True` on a GPU, or the line above. **Not when** you need the logits: the model does not return them.
 #
 # ### 3. Activation offloading
 #
@@ -524,9 +528,9 @@ def offloaded():
 ladder.climb("activation offloading", offloaded, **in_32_bits)
 
 # %% [markdown]
-# **The answer.** By little: 2,598 MiB. Both remove the activations, and neither the loss.
+# **The answer.** By 39 MiB, to 2,598. Both remove the activations, and neither the loss.
 #
-# **Tomorrow**: `save_on_cpu` as above, or `gradient_checkpointing_kwargs={"offload": True}` in the Trainer, which sends away only the inputs of checkpointed blocks. Ours copies on a stream of its own while the GPU computes, leaves the weights where they are, and can use the disk. **Not when** checkpointing is enough: it is simpler.
+# **Tomorrow**: `save_on_cpu` as above, or `gradient_checkpointing_kwargs={"offload": True}` in the Trainer, which sends away only the inputs of checkpointed blocks. Ours copies while the GPU computes, leaves the weights where they are, and can use the disk. **Not when** checkpointing is enough: it is simpler.
 #
 # ### The rows take turns on the clock
 #
@@ -547,7 +551,7 @@ def price(*names, after="baseline"):
     for name in names:
         row = ladder[name]
         memory = row.peak_bytes / other.peak_bytes - 1
-        time = row.seconds / other.seconds
+        time = row.ratio / other.ratio
         print(f"{name}: {memory:+.0%} memory, {time:.2f}× the time of {after}")
 
 
@@ -590,7 +594,7 @@ difference = (automatic - x @ weight.T).abs().max()
 print(f"equal to the last bit, and {difference:.2f} from fp32 at most")
 
 # %% [markdown]
-# bf16 has the range of fp32 and few digits. fp16, the only fast one on a T4, has a small range: small gradients become zero. There PyTorch's `GradScaler` multiplies the loss by a large number, and divides the gradients by it before the update. `mixed_precision()` chooses what is fastest on this machine, and does that where it is needed.
+# bf16 has the range of fp32 and few digits. fp16, the only fast one on the T4 of a free Colab, has a small range: small gradients become zero. There PyTorch's `GradScaler` multiplies the loss by a large number, and divides the gradients by it before the update. `mixed_precision()` chooses what is fastest on this machine, and does that where it is needed.
 
 # %%
 precision = mixed_precision()
@@ -623,7 +627,7 @@ def mixed():
 ladder.climb("mixed precision", mixed, **in_16_bits)
 
 # %% [markdown]
-# **The answer.** No: activations fall from 2,540 to 2,092 MiB. Norms and loss stay in fp32, and forward keeps a 16-bit copy of the weights for backward. The gain is time, see below.
+# **The answer.** No. Half of the blocks' activations are 1,101 MiB, and 448 are gone: norms and loss stay in fp32, and forward keeps 257 MiB of 16-bit weights for backward. The gain is time, see below.
 #
 # **Tomorrow**: `TrainingArguments(bf16=True)`, or `fp16=True` on a T4. **Not when** 16 bits are not native: a CPU that emulates them is much slower. It costs digits; whether it learns as well is the question of the last experiment.
 #
@@ -696,7 +700,7 @@ earned = break_even_steps(
 print(f"{compiling:.0f} s of compiling are earned after {earned} steps")
 
 # %% [markdown]
-# **The answer** is the last line. **Tomorrow**: `block.compile()` for each block, before checkpointing and before sharding; `TrainingArguments(torch_compile=True)` compiles the whole model as one graph, which takes longer. Ours says in one sentence why a model cannot be compiled, instead of running it slowly. **Not when** batches change their shape all the time: each new one may be compiled again.
+# **The answer** is the last line; the compiler's cache of an earlier run makes it smaller. **Tomorrow**: `block.compile()` for each block, before checkpointing; `TrainingArguments(torch_compile=True)` compiles the whole model as one graph, which takes longer. Ours says in one sentence why a model cannot be compiled, instead of running it slowly. **Not when** batches change their shape all the time: each new one may be compiled again.
 
 # %% [markdown]
 # ## Part B: what every weight costs
@@ -720,6 +724,8 @@ def lean():
 ladder.climb(lean_row, lean, **on_lean | {"after": "baseline"})
 
 # %% [markdown]
+# 2,269 MiB again: at the end of backward all that is there has 32 bits, with autocast or without.
+#
 # ### 6. Optimizer step in backward
 #
 # **What happens.** AdamW needs nothing but the gradient of the weight that it updates. So update each weight the moment its gradient is complete, and free the gradient at once.
@@ -783,7 +789,7 @@ def stepping_in_backward():
 ladder.climb("step in backward", stepping_in_backward, **on_lean)
 
 # %% [markdown]
-# **The answer.** Three tables, 324 MiB of 729. The gradient of the tied table comes in two parts: the first waits until the second one arrives, at the very end of backward.
+# **The answer.** Of 729 MiB three tables, 324: the gradient of the tied table comes in two parts, and the first waits until the second one arrives. So the second tower is 1,863 MiB, and the end of forward is higher now, 1,907: there the loss in chunks has made the gradients of the output table and of what it reads.
 #
 # **Tomorrow**: the hook above; torchtune calls it `optimizer_in_bwd`. Ours adds a learning-rate schedule, a state dict, and refuses what would be silently wrong. **Not when** you need accumulation, clipping by the global norm or a loss scale: they read all gradients, and PyTorch raises no error.
 #
@@ -818,7 +824,7 @@ print(f"stochastically  {stochastic.float().mean():.3f}, the mean of 10,000")
 # %% [markdown]
 # **The answer.** Rounded to nearest, it never falls. Updates are divided by its root, so they stay too small, and no error says so. *Stochastic rounding* goes to one of the two neighbours at random, to the nearer one more often, and is right on average. Then 16 bits suffice.
 #
-# One byte suffices as well. It has 256 values, so each average becomes a *code*: the number of an entry in a table of 256 values, close together near zero and far apart near one. 256 neighbours share one scale. A step decodes a block, updates in fp32, and encodes it again.
+# One byte suffices as well. It has 256 values, so each average becomes a *code*: the number of an entry in a table of 256 values, close together near zero and far apart near one. 256 neighbours share one scale. A step decodes each group of 256, updates in fp32, and encodes it again.
 
 # %%
 from recipes_lib.precision.eight_bit_adam import (
@@ -871,7 +877,7 @@ ladder.climb("16-bit AdamW states", with_16_bit_states, **on_lean)
 ladder.climb("8-bit AdamW", with_8_bit_states, **on_lean)
 
 # %% [markdown]
-# States fall from 1,026 to 513 and to 422 MiB, and not to 257: those of the embedding keep 32 bits, as the authors of the method advise. The embedding is a fifth of this model and a small part of a large one.
+# The losses in the rows are those of fp32 states, because a first update begins with averages of zero: the ten steps above show the rounding. States fall from 1,026 to 513 and to 422 MiB, and not to 257: those of the embedding keep 32 bits, as the authors of the method advise. The embedding is a fifth of this model and a small part of a large one.
 #
 # **Tomorrow**: `TrainingArguments(optim="adamw_8bit")`; torchtitan's `fused_opt_states_bf16`. bitsandbytes and ours store the same codes; ours also works on sharded weights. **Not when** the states are small, as with LoRA.
 #
@@ -884,6 +890,8 @@ ladder.climb("8-bit AdamW", with_8_bit_states, **on_lean)
 # link           g30 down … g2 down, w30 up … w1 up
 # host                 AdamW 30 | AdamW 29 | … | AdamW 1
 # ```
+#
+# By hand, without the overlap:
 
 # %%
 from recipes_lib.memory.optimizer_offload import offload_optimizer, step_on_the_host
@@ -903,7 +911,7 @@ except ValueError as reason:
     print(reason)
 
 # %% [markdown]
-# On a CPU there is nowhere to move them to. On a GPU, states and most gradients leave the device; for a model of 8 billion weights the host then needs 136 GiB. **Tomorrow**: torchao's `CPUOffloadOptimizer`, DeepSpeed's `offload_optimizer`, or FSDP2's `CPUOffloadPolicy`. **Not when** 8 bits are enough.
+# On a CPU there is nowhere to move them to. On a GPU, states and most gradients leave the device; for a model of 8 billion weights the host then needs 136 GiB, says the doctor below. **Tomorrow**: torchao's `CPUOffloadOptimizer`, DeepSpeed's `offload_optimizer`, or FSDP2's `CPUOffloadPolicy`. **Not when** 8 bits are enough.
 #
 # ### 9. LoRA
 #
@@ -949,9 +957,9 @@ def with_lora():
 ladder.climb("LoRA", with_lora, **on_lean)
 
 # %% [markdown]
-# **The answer.** The model itself, and little more: gradients, states and embedding copies are almost gone.
+# **The answer.** 802 MiB: 532 of weights and adapters, 37 of states; the rest are activations and loss. Gradients and embedding copies are gone.
 #
-# **Tomorrow**: the two lines above; here the library does it all. Make a new `LoraConfig` for each model: peft writes the names of the layers that it has found into it, and on a deeper model the same object would adapt the first blocks alone. [`apply_lora`](../recipes_lib/fine_tuning/lora.py) makes its own, and checks that each adapter gets a gradient. **Not when** the model should learn much that is new. `B` begins at zero, so the loss in the row says nothing yet; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares what both learn.
+# **Tomorrow**: the two lines above; here the library does it all. Make a new `LoraConfig` for each model: peft writes the names of the layers that it has found into it, and on a deeper model the same object would adapt the first blocks alone. [`apply_lora`](../recipes_lib/fine_tuning/lora.py) makes its own, and checks that each adapter gets a gradient. **Not when** the model should learn much that is new. The loss in the row is higher, because it is taken after one update, which moves an adapter by far less than a whole model; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares what both learn.
 #
 # ### 10. QLoRA
 #
@@ -1020,7 +1028,7 @@ def with_qlora():
 ladder.climb("QLoRA", with_qlora, **on_lean)
 
 # %% [markdown]
-# **The answer.** 179 MiB, of which the embedding is 108, in fp32. In a model of eight billion weights a far smaller part stands in such tables.
+# **The answer.** 179 MiB: 108 of them are the embedding in fp32, 51 the packed blocks.
 #
 # **Tomorrow**: the lines above. Ours rounds a model that is in memory already, and closes a silent trap: on CPUs with AVX512-BF16, one forward in evaluation mode repacks the weights for a kernel without a backward. From then on no gradient reaches the lower layers, and nothing says so. `check_gradient_flow` refuses to train then. **Not when** the 16-bit weights fit: rounding costs quality, and each product unpacks its weights again.
 #
@@ -1052,10 +1060,9 @@ def with_streaming():
 
 
 ladder.climb("QLoRA, streamed", with_streaming, **on_lean | {"after": "QLoRA"})
-price("QLoRA, streamed", after="QLoRA")
 
 # %% [markdown]
-# **The answer.** By little: the embedding stays, and here it is larger than all packed blocks. For eight billion weights it is the other way round, see below.
+# **The answer.** By 51 MiB of 450: the embedding stays, and here it is larger than all packed blocks. (The inputs of its own checkpoints count as *other*.)
 #
 # **Tomorrow**: DeepSpeed's ZeRO-3 with `offload_param` does it for weights that train as well; for a frozen base in four bits we know of no flag, so it is ours. **Not when** the weights fit. Each of them crosses the link twice a step. That is hidden as long as a block takes longer to compute than the next one to come, so take many tokens per step.
 
@@ -1140,7 +1147,7 @@ for attempt in fitted.attempts:
 # | activations | checkpointing around compiled blocks; what goes from block to block has 16 bits, too |
 # | loss | loss in chunks |
 #
-# Streaming stays out, because most of these weights are in the embedding; the step in backward too, because adapters have hardly any gradients.
+# Streaming stays out: it would move 51 MiB more to the disk. So does the step in backward, because adapters have hardly any gradients.
 #
 # **Guess first.** Which term is the largest one left in the second combination?
 
@@ -1174,9 +1181,6 @@ def for_memory():
 ladder.climb(fast_row, for_time, **together)
 ladder.climb("everything combined", for_memory, **together)
 ladder.take_turns(rounds=sizes.rounds)
-ladder
-
-# %%
 ladder.chart()
 
 # %%
@@ -1188,7 +1192,7 @@ timeline_chart(
 )
 
 # %% [markdown]
-# **The answer.** The weights, and most of them are the embedding. On a CPU the account sees operators and not the inside of compiled code, so for this picture the blocks run uncompiled.
+# **The answer.** The weights, half of it: 54 MiB of embedding in 16 bits, 51 of packed blocks, 19 of adapters. On a CPU the account sees operators and not the inside of compiled code, so for this picture the blocks run uncompiled.
 #
 # ## Does it still learn?
 #
@@ -1239,19 +1243,21 @@ print(f"{'':<33}{'memory':>8}{'time':>8}   held-out loss, {sizes.steps} steps")
 for name, curve in curves.items():
     row = ladder[name]
     memory = row.peak_bytes / baseline.peak_bytes - 1
-    time = row.seconds / ladder["baseline"].seconds
+    time = row.ratio
     (_, before), (_, after) = curve
     print(f"{name:<33}{memory:>+8.0%}{time:>7.2f}×   {before:.2f} → {after:.2f}")
+cost = [four - full for (_, four), (_, full) in zip(curve, curves["baseline"])]
+print(f"four bits cost {cost[0]:+.2f} before training, {cost[-1]:+.2f} after it")
 
 # %% [markdown]
-# The second combination keeps both promises. Its four bits cost what its loss before training has more than the others. (The note on SmolLM2's source above says how to read that.) Whoever has room for all weights takes the first combination. This is one run of each on a few held-out answers, with rates that were not tuned: it shows that each of them learns, and not which learns best. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares with an interval.
+# The second combination takes far less memory than promised, and the table says what it does to the time. Its four bits have a price. (The note on SmolLM2's source above says how to read it.) Whoever has room for all weights takes the first combination. This is one run of each on a few held-out answers, with rates that were not tuned: it shows that each of them learns, and not which learns best. [Notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares with an interval.
 #
 # <!-- numbers:gpu-01 -->
 # <!-- end -->
 #
 # ## The same ladder for eight billion weights
 #
-# Such a step does not fit here, but without data it takes no memory. Nor does it need 32 blocks: they are alike, so each adds the same bytes at the same moment. `any_size` takes the steps of models with two, three and four blocks, and follows every moment to 32. The equation answers at once, where it has the recipe.
+# Such a step does not fit here, but without data it takes no memory. Nor does it need 32 blocks: they are alike, so each adds the same bytes at the same moment. `any_size` takes the steps of three models of a few blocks, and follows every moment to 32. The equation answers at once, where it has the recipe; with states in 8 bits it forgets that those of the embedding stay in 32.
 
 # %%
 import time
@@ -1298,17 +1304,17 @@ lean_qlora = equation.with_chunked_loss(equation.with_checkpointing(qlora_8b))
 large_rows = {
     "baseline": (dict(), plain_8b),
     "QLoRA alone": (dict(recipes=[qlora]), qlora_8b),
-    "checkpointing, loss in chunks": (dict(recipes=[checkpoints, chunks]), lean_8b),
-    "… and step in backward": (
+    "recipe 2": (dict(recipes=[checkpoints, chunks]), lean_8b),
+    "recipe 2 and step in backward": (
         dict(recipes=[checkpoints, chunks], optimizer_of=in_backward),
         None,
     ),
-    "… and 8-bit AdamW": (
+    "recipe 2 and 8-bit AdamW": (
         dict(recipes=[checkpoints, chunks], optimizer_of=in_8_bits),
         equation.with_states_in(lean_8b, bits=8),
     ),
-    "… and LoRA": (dict(recipes=[lora, checkpoints, chunks]), lean_lora),
-    "… and QLoRA": (dict(recipes=[qlora, checkpoints, chunks]), lean_qlora),
+    "recipe 2 and LoRA": (dict(recipes=[lora, checkpoints, chunks]), lean_lora),
+    "recipe 2 and QLoRA": (dict(recipes=[qlora, checkpoints, chunks]), lean_qlora),
     "QLoRA, streamed": (dict(recipes=[qlora, chunks, streamed]), None),
 }
 large_peaks, equation_off = {}, {}
@@ -1345,11 +1351,11 @@ bars(
 )
 
 # %% [markdown]
-# Compare *QLoRA alone* with *… and QLoRA*: with recipe 2 the same four bits fit a card of 16 GB, and without it they need one of 80. The same recipe 2 helps full fine-tuning by 15 % only, because weights, states and gradients stand beside the activations. **What a recipe saves depends on the others: ask first what is at the peak.**
+# Compare *QLoRA alone* with *recipe 2 and QLoRA*: with recipe 2 the same four bits fit a card of 16 GB, and without it they need one of 80. The same recipe 2 helps full fine-tuning by 15 % only, because weights, states and gradients stand beside the activations. **What a recipe saves depends on the others: ask first what is at the peak.**
 #
 # ## Out-of-memory doctor
 #
-# The same as a decision: given a model, a device and the text of an error, what should be tried first? In the example PyTorch holds 2.40 GiB that it cannot use, because they are in pieces, and the first line of the answer names the setting that helps. The other lines are predictions. `python -m recipes_lib doctor` does the same in a terminal.
+# The same as a decision: given a model, a device and the text of an error, what should be tried first? In the example PyTorch holds 2.40 GiB that it cannot use, because they are in pieces. A setting joins them, and it is not enough: the list goes on to what fits. Its lines are predictions. `python -m recipes_lib doctor` does the same in a terminal.
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1371,17 +1377,17 @@ diagnose(
 # %% [markdown]
 # ## Take this home
 #
-# Ten lines, on a model of the hub, or on the embedded one where the hub cannot be reached. [`scripts/train_large_model.py`](../scripts/train_large_model.py) is the whole of it: data, schedule, checkpoints, held-out loss.
+# On a model of the hub, or on the embedded one where the hub cannot be reached. Loading takes two bytes per weight for a moment; where they do not fit, load in four bits, as in recipe 10. [`scripts/train_large_model.py`](../scripts/train_large_model.py) is the whole of it: data, schedule, checkpoints, held-out loss.
 
 # %%
 from recipes_lib.core.model.default_model import resolve
 
 # Any causal LM of the hub, or a folder.
 name = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")
-loader = batches(train, batch_size=8, pad_token_id=padding, device=device)
+loader = batches(train, batch_size=4, pad_token_id=padding, device=device)
 
 precision = mixed_precision()  # the fastest of this machine
-model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
+model = AutoModelForCausalLM.from_pretrained(name, dtype=precision.dtype).to(device)
 model.train()  # from_pretrained returns a model in evaluation mode
 model = apply_qlora(model, rank=16, alpha=32)  # weights in four bits, adapters train
 apply_chunked_cross_entropy(model)  # no table of all logits
@@ -1397,7 +1403,7 @@ for step, rows in zip(range(2), loader):
 del model, optimizer, loss
 
 # %% [markdown]
-# The same as arguments of `Trainer`, or of TRL's `SFTTrainer`, beside `adapters()` and `four_bits` from above:
+# The nearest arguments of `Trainer`, or of TRL's `SFTTrainer`, beside `adapters()` and `four_bits` from above:
 
 # %%
 from transformers import TrainingArguments
@@ -1405,6 +1411,7 @@ from transformers import TrainingArguments
 arguments = TrainingArguments(
     output_dir="runs/take-away",
     per_device_train_batch_size=8,
+    learning_rate=2e-4,
     gradient_accumulation_steps=1,  # recipe 1
     gradient_checkpointing=True,  # recipe 2; on a GPU also the next line, for recipe 3
     # gradient_checkpointing_kwargs={"offload": True},
@@ -1425,7 +1432,7 @@ print(arguments.optim, arguments.bf16)
 # python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine
 # ```
 #
-# **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading with checkpointing, which leaves it nothing to move. The [cheatsheet](../CHEATSHEET.md) has all recipes side by side, and [TRAPS.md](../TRAPS.md) lists settings that train something else without an error.
+# **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading of every activation with checkpointing, which leaves little to move. The [cheatsheet](../CHEATSHEET.md) has all recipes side by side, and [TRAPS.md](../TRAPS.md) lists settings that train something else without an error.
 #
 # ## Exercises
 #
@@ -1446,7 +1453,8 @@ second = arithmetic.gradients + arithmetic.copies
 print(f"from {second / per_token:,.0f} tokens on")
 
 # 3. The gradients are those of the adapters.
-trained = equation.with_adapters(arithmetic, rank=16)
+trained = equation.with_checkpointing(equation.with_adapters(arithmetic, rank=16))
+trained = equation.with_chunked_loss(trained)
 print(f"gradients: {trained.gradients / 2**20:.0f} of {trained.peak / 2**20:,.0f} MiB")
 
 # %% [markdown]
