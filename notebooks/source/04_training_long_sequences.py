@@ -27,7 +27,7 @@
 # |---|---|
 # | **You will learn** | to predict the longest text that a memory holds, and which recipe moves that limit |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
-# | **Minutes to run** | about ten on two CPU cores, one with `RECIPES_FAST=1` |
+# | **Minutes to run** | nineteen on two CPU cores, most of them for the search |
 # | **Minutes to read** | about 40 |
 # | **Which hardware has run this** | two CPU cores; no GPU yet |
 
