@@ -8,7 +8,8 @@ Saves      V x D weights, and their gradient and AdamW states when it trains: 16
 Costs      No time: the output layer is multiplied with as before. In backward the table gets two
            gradients, which are added. In a large model two tables fit the data better.
 Use when   A small model is trained from the start: SmolLM2-135M, Llama 3.2 1B and Qwen 2.5 0.5B are
-           tied.
+           tied. `untie_embeddings` is for a step that must change one of both only, such as
+           quantizing the output layer, or centring the embedding.
 Not when   A trained model has two different tables: one of them is lost, and the model has to be
            trained again. Pipeline parallelism puts both on different devices.
 In production   `"tie_word_embeddings": true` in config.json.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_choice
@@ -41,35 +43,82 @@ def tied_logits(hidden: Tensor, embedding: nn.Embedding) -> Tensor:
 
 # --- the technique --------------------------------------------------------------------------------
 
-KEEP = ("embedding", "output")
+KEEP = ("equal", "embedding", "output")
 
 
-@proves("changes")
-def apply_tied_embeddings(model: Any, *, keep: str = "embedding") -> Any:
+def apply_tied_embeddings(model: Any, *, keep: str = "equal", check: bool = True) -> Any:
     """Let the output layer share the weights of the embedding, in place; returns `model`.
 
     The configuration changes with it, so that the model is saved and loaded with one table. Make
     the optimizer after this: one that holds the old table would train it, and nobody reads it.
 
     Args:
-        keep: which table stays, "embedding" or "output". The other one is lost, and the model must
-            be trained then.
-    Raises ValueError for a model that is tied already, and for a family that cannot be.
+        keep: which table stays. "equal": either, because they are equal, and the model stays the
+            same. "embedding" or "output": that one, and the other is lost. The model must be
+            trained then; a model with fresh weights is to be trained in any case.
+        check: False trusts, and proves nothing.
+    Raises ValueError where the tables differ and `keep` does not say which one stays, for a model
+    that is tied already, and for a family that cannot be.
     """
     require_causal_lm(model)
     check_choice(KEEP, keep=keep)
+    promise = "function" if keep == "equal" else "changes"
+    return proves(promise, called="apply_tied_embeddings")(one_table)(model, keep=keep, check=check)
+
+
+def one_table(model: Any, *, keep: str) -> Any:
+    """The embedding and the output layer read the table of one of them."""
     causal = without_adapters(model)
     embedding, output = causal.get_input_embeddings(), causal.get_output_embeddings()
     if output.weight is embedding.weight:
         raise ValueError("the output layer shares the weights of the embedding already")
-    causal.config.tie_word_embeddings = True
-    keys = causal.get_expanded_tied_weights_keys(all_submodels=True)
-    if not keys:
-        raise ValueError("this family has no way to tie its output layer, so no file would")
+    if keep == "equal" and not torch.equal(embedding.weight, output.weight):
+        raise ValueError(
+            "the embedding and the output layer differ: say with keep='embedding' or "
+            "keep='output' which table stays, and train the model after that"
+        )
     kept = output.weight if keep == "output" else embedding.weight
+    _configure(causal, tied=True)
     for table in (embedding, output):
         table.weight = kept
+    return model
+
+
+@proves("function")
+@torch.no_grad()
+def untie_embeddings(model: Any) -> Any:
+    """Give the output layer a copy of the embedding's weights, in place; returns `model`.
+
+    The model computes the same. The configuration changes with it: under one that says "tied",
+    `model.tie_weights()` would throw the copy away, and `resize_token_embeddings` calls that.
+    Raises ValueError for a model that is not tied, and for one that ties more than these two
+    (Zamba): by the same word of the configuration, and a file would hold its blocks no more.
+    """
+    require_causal_lm(model)
+    causal = without_adapters(model)
+    embedding, output = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if output.weight is not embedding.weight:
+        raise ValueError("the output layer has weights of its own already")
+    tied = set(causal.get_expanded_tied_weights_keys(all_submodels=True))
+    own = embedding.weight.detach().clone()
+    output.weight = nn.Parameter(own, requires_grad=embedding.weight.requires_grad)
+    _configure(causal, tied=False)
+    names = {name for name, weight in causal.named_parameters() if weight is output.weight}
+    others = tied - names - set(causal.get_expanded_tied_weights_keys(all_submodels=True))
+    if others:
+        raise ValueError(
+            f"its configuration would untie {sorted(others)[0]}, too, which comes out of a saved "
+            f"file with fresh weights"
+        )
+    return model
+
+
+def _configure(causal: Any, *, tied: bool) -> None:
+    """Write it into the configuration, and let transformers tie or not, as that says now."""
+    causal.config.tie_word_embeddings = tied
+    keys = causal.get_expanded_tied_weights_keys(all_submodels=True)
+    if tied and not keys:
+        raise ValueError("this family has no way to tie its output layer, so no file would")
     # What `save_pretrained`, device maps and loading ask; it was made when the model was.
     causal.all_tied_weights_keys = keys
     causal.tie_weights()
-    return model

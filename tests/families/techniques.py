@@ -25,7 +25,7 @@ from recipes_lib.architecture.mixture_of_experts import apply_grouped_experts
 from recipes_lib.architecture.rms_norm import apply_rms_norm
 from recipes_lib.architecture.rope import apply_rope_scaling, position_losses
 from recipes_lib.architecture.swiglu import SwiGLU, apply_swiglu
-from recipes_lib.architecture.tied_embeddings import apply_tied_embeddings
+from recipes_lib.architecture.tied_embeddings import apply_tied_embeddings, untie_embeddings
 from recipes_lib.attention.block_sparse import apply_block_sparse
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.attention.head_groups import apply_head_groups
@@ -348,8 +348,19 @@ def rms_norm(family: Family) -> None:
 
 
 def tied_embeddings(family: Family) -> None:
-    """The table of the embedding in both places."""
-    model = apply(apply_tied_embeddings, family.model())
+    """The table of the embedding in both places, or out of them."""
+    model = family.model()
+    output = model.get_output_embeddings()
+    if output.weight is model.get_input_embeddings().weight:
+        model = apply(untie_embeddings, model)
+        got = step(model, padded_batch())
+        expected = dict(family.reference())
+        name = name_of(model, model.get_input_embeddings().weight)
+        output = name_of(model, model.get_output_embeddings().weight)
+        got[name] = got[name] + got.pop(output)
+        require_same(got, expected)
+        return
+    model = apply(apply_tied_embeddings, model, keep="embedding")
     with reference():
         plain = family.eager()
         plain.get_output_embeddings().weight.data.copy_(plain.get_input_embeddings().weight)

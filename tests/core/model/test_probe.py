@@ -95,6 +95,20 @@ def test_exact_keeps_what_is_right(llama, batch):
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
+def test_function_leaves_the_tables_out_and_nothing_else(llama):
+    """An untied table's gradient was a sum of two; the rest must be as before."""
+
+    @proves("function")
+    def apply_untied(model, *, also=1.0):
+        output = model.get_output_embeddings()
+        output.weight = nn.Parameter(output.weight.detach().clone())
+        mix_in(decoder_blocks(model)[-1].mlp, Scaled, backward=also)
+        return model
+
+    refuses(apply_untied, llama, "gradient of", also=0.5)
+    apply_untied(llama)
+
+
 def test_grows_sees_a_weight_that_gets_no_gradient(llama):
     @proves("grows")
     def apply_beside(model):

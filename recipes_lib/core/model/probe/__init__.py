@@ -10,6 +10,7 @@ What raises half-way, and what breaks its promise, is undone, and one `ValueErro
 promises:
 
     exact      loss, logits and gradients as before, but for the order of sums
+    function   the same, without the gradients of the tables (which were tied or untied)
     grows      loss and logits as before, and all that trains now gets a gradient (adapters)
     rounds     logits within `bound` of what they were, and not all the same
     changes    finite, alive, and not the same (heads pooled, angles slowed)
@@ -72,7 +73,7 @@ def proves(
     """Let `apply(model, …)` prove itself on the model, unless it is called with `check=False`.
 
     Args:
-        promise: "exact", "grows", "rounds" or "changes".
+        promise: "exact", "function", "grows", "rounds" or "changes".
         bound: how far logits and gradients may move, as a share; from the dtype if not given.
         loss_bound: the same for the loss alone, which 16 bits move less.
         tried_with: options in place of the user's while it proves itself.

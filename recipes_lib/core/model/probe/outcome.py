@@ -86,6 +86,9 @@ def watched(model: Any, promise: str) -> dict[str, nn.Parameter]:
     if promise != "grows":
         for block in decoder_blocks(model)[1:-1]:
             left_out |= {id(parameter) for parameter in block.parameters()}
+    if promise == "function":
+        tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+        left_out |= {id(table.weight) for table in tables}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return {name: parameter for name, parameter in trained if id(parameter) not in left_out}
 
@@ -171,7 +174,7 @@ def _dead(new: dict, gradients: dict, promise: str) -> str | None:
 
 def _compared(old: dict, new: dict, promise: str) -> list[str]:
     names = [name for name in old if name in new]
-    if promise == "exact":
+    if promise in ("exact", "function"):
         return names
     return [name for name in names if name in ("loss", "logits")]
 
