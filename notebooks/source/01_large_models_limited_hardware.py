@@ -16,6 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
+# > **2,336 MiB → 243 MiB, in 0.80× (0.77–0.90) the time:** one training step of a real pretrained model, from full fine-tuning in fp32 to everything combined, on the same batch: **90% less memory** of tensors. Where all weights train, 16 bits, a compiler and a loss in chunks take -7% of the memory and 0.57× (0.55–0.62) the time. Held-out loss in 4 steps, one run each: full fine-tuning, fp32 3.69 → 2.83; LoRA, fp32 3.69 → 2.94; everything combined 3.95 → 3.06. Each row was predicted before it ran, from the same step on tensors without data: off by 5.0% at most.
+# >
+# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
 # <!-- end -->
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways. For each way it first predicts the memory, then measures it, then checks that it is still the same training.
@@ -1432,7 +1435,9 @@ print(arguments.optim, arguments.bf16)
 # python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine
 # ```
 #
-# **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading of every activation with checkpointing, which leaves little to move. The [cheatsheet](../CHEATSHEET.md) has all recipes side by side, and [TRAPS.md](../TRAPS.md) lists settings that train something else without an error.
+# ## When not
+#
+# Each recipe says above when it is of no use. **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading of every activation with checkpointing, which leaves little to move. The [cheatsheet](../CHEATSHEET.md) has all recipes side by side, and [TRAPS.md](../TRAPS.md) lists settings that train something else without an error.
 #
 # ## Exercises
 #

@@ -509,7 +509,7 @@ climb_in_pytorch("as small, from the start", same_from_the_start, after="student
 #
 # **Why not more?** Each further channel does more than the one before. So accuracy should fall faster and faster: exercise 2 measures one more point.
 #
-# **How do I use it?** torch-pruning takes any network of images: it traces which layers have to change together. For language models [student.py](../recipes_lib/compression/student/__init__.py) takes blocks, heads and MLP channels.
+# **How do I use it?** torch-pruning takes any network of images: it traces which layers have to change together. For language models [student.py](../recipes_lib/compression/student.py) takes blocks.
 #
 # **What does it cost?** Training after it. Without that the network is useless, as the line *right at once* shows.
 
