@@ -16,9 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **2,336 MiB → 243 MiB, in 0.80× (0.77–0.90) the time:** one training step of a real pretrained model, from full fine-tuning in fp32 to everything combined, on the same batch: **90% less memory** of tensors. Where all weights train, 16 bits, a compiler and a loss in chunks take -7% of the memory and 0.57× (0.55–0.62) the time. Held-out loss in 4 steps, one run each: full fine-tuning, fp32 3.69 → 2.83; LoRA, fp32 3.69 → 2.94; everything combined 3.95 → 3.06. Each row was predicted before it ran, from the same step on tensors without data: off by 5.0% at most.
+# > **4,727 MiB → 254 MiB:** one training step of a real pretrained model, from full fine-tuning in fp32 to everything combined, on the same batch: **95% less memory** of tensors. Where all weights train, 16 bits, a compiler and a loss in chunks change it by -37%. Held-out loss in 8 steps, one run each: baseline 3.69 → 2.76; 16 bits, compiled, chunked loss 3.69 → 2.77; everything combined 4.04 → 2.95. Each row was predicted before it ran, from the same step on tensors without data: off by 3.5% at most.
 # >
-# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
+# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways. For each way it first predicts the memory, then measures it, then checks that it is still the same training.
@@ -27,7 +27,7 @@
 # |---|---|
 # | **You will learn** | to say what fills the memory of a training step, and which recipe removes which part of it |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
-# | **Minutes** | ten to run on two CPU cores, forty to read |
+# | **Minutes** | ten to run on two CPU cores, forty to read. The outputs below come from a busy machine: read their bytes, and your own times |
 # | **Has run on** | two CPU cores. A GPU gets larger sizes, and no GPU has run them yet |
 #
 # ## The map
