@@ -318,8 +318,9 @@ class Ladder:
         self.save()
 
     def compare(self, row: Row, metric: str, other: str) -> None:
-        """Set the ratio of a row to another one: of the fastest turns, with the range of rounds.
+        """Set the ratio of a row to another one: of the fastest turns of both.
 
+        Its range is that of the single rounds and of this ratio, which may lie outside of them.
         Without a round of both it has no range.
         """
         both = [took for took in self._rounds if {row.name, other} <= took.keys()]
@@ -333,8 +334,10 @@ class Ladder:
             theirs = [min(mine)] * len(mine)
         if self.as_fast:
             mine, theirs = theirs, mine
+        of_fastest = min(mine) / min(theirs)
         each = [one / another for one, another in zip(mine, theirs, strict=True)]
-        row.set_range(metric, min(mine) / min(theirs), min(each), max(each))
+        each.append(of_fastest)
+        row.set_range(metric, of_fastest, min(each), max(each))
 
     def _per_unit(self, name: str, took: Mapping[str, Mapping[str, float]]) -> float:
         return took[name][self.clock] / self._units.get(name, 1)
@@ -440,7 +443,9 @@ class Ladder:
             table.add_row(*[Text(text) for text in line])
         text = io.StringIO()
         width = max(120, shutil.get_terminal_size().columns)
-        Console(file=text, width=width, color_system=None).print(table)
+        # In a notebook, rich would also show the table, although it has a file to write to.
+        console = Console(file=text, width=width, color_system=None, force_jupyter=False)
+        console.print(table)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
 
     __repr__ = __str__  # what a terminal shows
@@ -466,7 +471,7 @@ class Ladder:
 
 
 def cell(row: Row, column: Column) -> str:
-    """A value as text, with its range: "2.10 (to 2.40)", "1.02 (0.97–1.08)"."""
+    """A value as text, with both ends of its range if they differ: "1.02 (0.97–1.08)"."""
     value = getattr(row, column.metric)
     if value is None:
         return ""
@@ -475,12 +480,9 @@ def cell(row: Row, column: Column) -> str:
     if None in ends:
         return text
     low, high = map(column.words, ends)
-    others = [end for end in (low, high) if end != text]
-    if len(others) == 2:
-        return f"{text} ({low}–{high})"
-    if others:
-        return f"{text} (to {others[0]})"
-    return text
+    if low == high:
+        return text
+    return f"{text} ({low}–{high})"
 
 
 def ranges_of(row: Any, metric: str) -> tuple[float | None, float | None]:

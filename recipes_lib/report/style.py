@@ -38,9 +38,10 @@ TERMS = {
     "loss": "#2f9e82",
 }
 
-# A timeline has the same kinds, but cannot tell the bytes of the loss: they are among the others.
+# A timeline has the same kinds, but cannot tell the bytes of the loss: most of them are among the
+# others, which have its colour.
 KIND_COLORS = {kind: TERMS[kind] for kind in ("weights", "states", "gradients", "activations")}
-KIND_COLORS["other"] = REFERENCE
+KIND_COLORS["other"] = TERMS["loss"]
 
 # What a rank does at a time.
 WORK = {

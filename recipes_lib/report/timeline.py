@@ -7,10 +7,10 @@ timeline_chart(ladder.timelines, columns=3, title="…")          every row of a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from recipes_lib.core.measure.timeline import KINDS, Timeline
+from recipes_lib.core.measure.timeline import KINDS, Point, Timeline
 from recipes_lib.report.figure import (
     POINTS,
     WHITE_EDGE,
@@ -32,18 +32,20 @@ def timeline_chart(
     title: str,
     predicted: Mapping[str, Timeline] | None = None,
     columns: int = 1,
+    both_towers: bool = False,
 ) -> Chart:
     """Draw the live bytes of one step per panel, on one scale.
 
-    From left to right are the operators, each as wide as any other, however long it takes. Every
-    second phase is shaded. The peak is a dot with its number; in one column it also says what it
-    consists of.
+    From left to right are the operators, each as wide as the bytes that it takes or frees, however
+    long it takes: so a short moment that is high is wide, too. Every second phase is shaded. The
+    peak is a dot with its number; in one column it also says what it consists of.
 
     Args:
         timelines: by the name of the step, see `core.measure.timeline.record_timeline`.
         title: the message.
         predicted: timelines by the same names: a dashed line over those that were measured.
         columns: panels beside each other.
+        both_towers: mark the end of backward like the peak.
     """
     predicted = predicted or {}
     unit = Unit(max(each.peak for each in timelines.values()))
@@ -64,13 +66,16 @@ def timeline_chart(
     for axes in panels.flat[len(timelines) :]:
         axes.set_axis_off()  # a place without a step
     for (name, each), axes in zip(timelines.items(), panels.flat):
-        _draw_step(axes, each, unit)
+        marked = {"at the peak": each.highest}
+        if both_towers:
+            marked["at the end of backward"] = each.towers()[1]
+        _draw_step(axes, each, unit, marked.values())
         axes.set_title(name, fontsize=WORDS + 1)
         if name in predicted:
             _draw_prediction(axes, predicted[name], each, unit)
         _name_phases(axes, each, 0.85 * WIDTH * POINTS / columns)
         if columns == 1:
-            _write_composition(axes, each, unit)
+            _write_compositions(axes, marked, unit)
     highest = max(each.peak for each in [*predicted.values(), *timelines.values()])
     panels[0, 0].set_ylim(0, HEADROOM * unit.of(highest))
     panels[0, 0].locator_params(axis="y", nbins=4)
@@ -78,65 +83,81 @@ def timeline_chart(
     return figure
 
 
-def _draw_step(axes: Any, each: Timeline, unit: Unit) -> None:
-    operators = [point.operator for point in each.points]
+def _places(each: Timeline) -> list[int]:
+    """How far to the right each point is: the bytes that have come and gone by then."""
+    places = [0]
+    for before, point in zip(each.points, each.points[1:]):
+        places.append(places[-1] + abs(point.total - before.total))
+    return places
+
+
+def _spans(each: Timeline) -> list[tuple[str, int, int]]:
+    """The phases with the places at which they begin and end."""
+    place_of = dict(zip([point.operator for point in each.points], _places(each)))
+    return [(phase, place_of[begin], place_of[end]) for phase, begin, end in each.phases()]
+
+
+def _draw_step(axes: Any, each: Timeline, unit: Unit, marked: Iterable[Point]) -> None:
+    places = _places(each)
     # What stays for the whole step is at the bottom, what comes and goes is above it.
     layers = []
     for kind in KINDS:
         layers.append([unit.of(point.bytes[kind]) for point in each.points])
-    colors = [KIND_COLORS[kind] for kind in KINDS]
-    # Between two points nothing changes: the bytes go up and down in steps.
-    axes.stackplot(operators, layers, colors=colors, step="post", linewidth=0)
-    # A peak may last a single operator, which is less than a dot wide: the outline shows it.
+    axes.stackplot(places, layers, colors=[KIND_COLORS[kind] for kind in KINDS], linewidth=0)
     totals = [unit.of(point.total) for point in each.points]
-    axes.plot(operators, totals, color=INK, linewidth=0.6, drawstyle="steps-post")
-    peak = each.highest
-    place = (peak.operator, unit.of(peak.total))
-    axes.plot(*place, "o", color=MARK, markersize=4, zorder=5, path_effects=WHITE_EDGE)
-    in_right_half = 2 * peak.operator > operators[0] + operators[-1]
-    axes.annotate(
-        unit.text(peak.total),
-        place,
-        (-5 if in_right_half else 5, 4),
-        textcoords="offset points",
-        ha="right" if in_right_half else "left",
-        fontsize=WORDS,
-        fontweight="bold",
-    )
-    axes.set_xlim(operators[0], operators[-1])
-    # The number of an operator tells a reader nothing: the names of the phases stand there.
+    axes.plot(places, totals, color=INK, linewidth=0.6)
+    for point in marked:
+        place = (places[each.points.index(point)], unit.of(point.total))
+        axes.plot(*place, "o", color=MARK, markersize=4, zorder=5, path_effects=WHITE_EDGE)
+        in_right_half = 2 * place[0] > places[-1]
+        axes.annotate(
+            unit.text(point.total),
+            place,
+            (-5 if in_right_half else 5, 4),
+            textcoords="offset points",
+            ha="right" if in_right_half else "left",
+            fontsize=WORDS,
+            fontweight="bold",
+        )
+    axes.set_xlim(0, places[-1])
+    # The number of a byte tells a reader nothing: the names of the phases stand there.
     axes.tick_params(axis="x", bottom=False, labelbottom=False)
     axes.tick_params(axis="y", labelsize=WORDS)
 
 
 def _draw_prediction(axes: Any, predicted: Timeline, measured: Timeline, unit: Unit) -> None:
     """The bytes of a step without data, phase by phase as wide as the measured ones."""
-    operators = []
-    for (_, *before), (_, *now) in zip(predicted.phases(), measured.phases()):
+    places = []
+    totals = []
+    for (_, *before), (_, *now) in zip(_spans(predicted), _spans(measured)):
         begin, end = before
         stretched = (now[1] - now[0]) / max(end - begin, 1)
-        for point in predicted.points:
-            if begin <= point.operator < end:
-                operators.append(now[0] + (point.operator - begin) * stretched)
-    totals = [unit.of(point.total) for point in predicted.points[: len(operators)]]
+        for place, point in zip(_places(predicted), predicted.points):
+            if begin <= place <= end:
+                places.append(now[0] + (place - begin) * stretched)
+                totals.append(unit.of(point.total))
     look = {"color": MARK, "linestyle": "--", "linewidth": 1, "path_effects": WHITE_EDGE}
-    axes.plot(operators, totals, drawstyle="steps-post", **look)
+    axes.plot(places, totals, **look)
 
 
 def _name_phases(axes: Any, each: Timeline, room: float) -> None:
     """Shade every second phase, and name those that are wide enough."""
-    width = each.points[-1].operator - each.points[0].operator
-    for number, (phase, begin, end) in enumerate(each.phases()):
+    width = max(_places(each)[-1], 1)
+    for number, (phase, begin, end) in enumerate(_spans(each)):
         if number % 2:
             axes.axvspan(begin, end, color=INK, alpha=0.15, linewidth=0, zorder=0)
-        if text_width(phase, WORDS) < (end - begin) / max(width, 1) * room:
+        if text_width(phase, WORDS) < (end - begin) / width * room:
             below = ((begin + end) / 2, -0.09)
             place = axes.get_xaxis_transform()
             axes.text(*below, phase, transform=place, ha="center", va="center", fontsize=WORDS)
 
 
-def _write_composition(axes: Any, each: Timeline, unit: Unit) -> None:
-    """What the peak consists of, to the right of the panel, the topmost layer first."""
-    lines = [f"{kind} {unit.text(size)}" for kind, size in reversed(each.at_peak().items()) if size]
-    text = "\n".join(["at the peak", *lines])
-    axes.text(1.02, 0.95, text, transform=axes.transAxes, va="top", fontsize=WORDS, linespacing=1.5)
+def _write_compositions(axes: Any, marked: Mapping[str, Point], unit: Unit) -> None:
+    """What the marked points consist of, to the right of the panel, the topmost layer first."""
+    texts = []
+    for when, point in marked.items():
+        kinds = reversed(point.bytes.items())
+        lines = [f"{kind} {unit.text(size)}" for kind, size in kinds if size]
+        texts.append("\n".join([when, *lines]))
+    text = "\n\n".join(texts)
+    axes.text(1.02, 0.95, text, transform=axes.transAxes, va="top", fontsize=WORDS, linespacing=1.3)

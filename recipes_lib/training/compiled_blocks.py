@@ -106,6 +106,15 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
     return model
 
 
+def can_compile(device: str) -> bool:
+    """Whether there is something to compile with: a C++ compiler for a CPU, Triton for a GPU."""
+    try:
+        require_compiler(torch.device(device))
+    except ValueError:
+        return False
+    return True
+
+
 def compile_seconds() -> float:
     """Seconds that this process has spent in torch.compile so far, forward and backward graphs.
 

@@ -99,7 +99,8 @@ def test_a_timeline_marks_its_peak_and_the_prediction_of_its_own_step():
     both = {"plain": step(8), "lean": step(2)}
     plain, lean = timeline_chart(both, predicted={"plain": step(7)}, title="Message").axes
     dots = [[line for line in axes.lines if line.get_marker() == "o"] for axes in (plain, lean)]
-    assert [dot.get_xydata().tolist() for (dot,) in dots] == [[[50, 18]], [[50, 12]]]
+    # From left to right: the bytes that have come and gone.
+    assert [dot.get_xydata().tolist() for (dot,) in dots] == [[[6 * MIB, 18]], [[6 * MIB, 12]]]
     assert {"18 MiB", "forward", "backward"} <= set(texts(plain))
     assert "activations 6.0 MiB\nstates 8.0 MiB\nweights 4.0 MiB" in texts(plain)[-1]
     (dashes,) = [line.get_ydata() for line in plain.lines if line.get_linestyle() == "--"]
@@ -108,6 +109,22 @@ def test_a_timeline_marks_its_peak_and_the_prediction_of_its_own_step():
     assert plain.get_ylim() == lean.get_ylim()
     many = timeline_chart(dict.fromkeys("abcd", step(2)), columns=3, title="Message")
     assert len(many.axes) == 6
+
+
+def test_a_timeline_marks_the_end_of_backward_like_its_peak():
+    """The mistake: the second tower, which is over in an operator or two, is too thin to see."""
+
+    def point(operator, phase, gradients):
+        nothing = dict.fromkeys(("states", "activations", "other"), 0)
+        return Point(operator, phase, nothing | {"weights": 4 * MIB, "gradients": gradients * MIB})
+
+    points = [point(0, "forward", 0), point(40, "backward", 9), point(99, "backward", 3)]
+    points += [point(100, "backward", 7), point(101, "backward", 5), point(102, "step", 0)]
+    (axes,) = timeline_chart({"plain": Timeline(points)}, title="Message", both_towers=True).axes
+    dots = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "o"]
+    assert dots == [[[9 * MIB, 13]], [[19 * MIB, 11]]]
+    assert "at the end of backward\ngradients 7.0 MiB\nweights 4.0 MiB" in texts(axes)[-1]
+    assert [each.total for each in Timeline(points).towers()] == [13 * MIB, 11 * MIB]
 
 
 def test_a_pattern_counts_causal_pairs_only():

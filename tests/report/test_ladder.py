@@ -58,7 +58,7 @@ def test_the_fastest_turn_counts_and_the_range_stands_beside_it(ladder):
     assert (first.ratio, first.ratio_low, first.ratio_high) == (1.0, 1.0, 2.0)
     name, *cells = ladder.table()[2]
     assert name == "other (disturbed: a turn took 1.6×)"
-    assert cells == ["1.0 MiB", "1.40 (to 2.20)", "1.40 (1.10–1.50)"]
+    assert cells == ["1.0 MiB", "1.40 (1.40–2.20)", "1.40 (1.10–1.50)"]
 
 
 def test_a_disturbed_row_is_marked_in_the_table_and_in_the_file(ladder):

@@ -38,6 +38,7 @@ from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model.sizes import plain_tensors, quantization_tensors, state_tensors
 
 KINDS = ("weights", "states", "gradients", "activations", "other")
+NEAR = 1 / 20  # of the operators of backward: so many belong to one of its ends
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class Point:
     @property
     def total(self) -> int:
         return sum(self.bytes.values())
+
+
+def _total(point: Point) -> int:
+    return point.total
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,21 @@ class Timeline:
     @property
     def highest(self) -> Point:
         """The first of the highest points."""
-        return max(self.points, key=lambda point: point.total)
+        return max(self.points, key=_total)
 
     def at_peak(self) -> dict[str, int]:
         """What the peak consists of, by kind."""
         return dict(self.highest.bytes)
+
+    def towers(self) -> tuple[Point, Point]:
+        """The highest point until the last backward has begun, and the highest where it ends."""
+        backward = [phase for phase in self.phases() if phase[0] == "backward"]
+        _, begin, end = backward[-1]
+        near = NEAR * (end - begin)
+        until_end = [point for point in self.points if point.operator < end]
+        first = [point for point in until_end if point.operator <= begin + near]
+        last = [point for point in until_end if point.operator >= until_end[-1].operator - near]
+        return max(first, key=_total), max(last, key=_total)
 
     def without(self, others: int) -> Timeline:
         """The same step without `others` bytes of the kind "other", alive all the time."""

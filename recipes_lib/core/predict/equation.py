@@ -35,6 +35,8 @@ ADAMW = 2  # averages of each number that trains
 # Bytes per weight in NF4: half a byte for its code, a byte of scale per 64 weights, and a scale in
 # fp32 per 256 of those.
 NF4 = 1 / 2 + 1 / 64 + FP32 / (64 * 256)
+# Of the terms, in print.
+NAMES = {"copies": "embedding copies", "loss": "logits", "one_block": "one block again"}
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,13 @@ class StepBytes:
         return {name: value for name, value in vars(self).items() if name != "sizes"}
 
     def __str__(self) -> str:
-        lines = [_line(name.replace("_", " "), size) for name, size in self.terms().items()]
+        lines = [_line(NAMES.get(name, name), size) for name, size in self.terms().items() if size]
         moment = max(self.moments(), key=self.moments().__getitem__)
         return "\n".join([*lines, f"{_line('peak', self.peak)}, when {moment}"])
 
 
 def _line(name: str, size: int) -> str:
-    return f"{name:<12}{size / 2**20:>9,.0f} MiB"
+    return f"{name:<17}{size / 2**20:>9,.0f} MiB"
 
 
 def sizes_of(model: Any, *, rows: int, length: int) -> Sizes:
