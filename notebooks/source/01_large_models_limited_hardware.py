@@ -870,8 +870,10 @@ with tempfile.TemporaryDirectory() as folder:
     loaded = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=four_bits, device_map=device
     )
-loaded = lora(prepare_model_for_kbit_training(loaded))  # norms in fp32, checkpoints
-loaded.train()  # before its first forward: see below
+loaded = prepare_model_for_kbit_training(  # norms in fp32, and checkpoints
+    loaded, gradient_checkpointing_kwargs={"use_reentrant": False}
+)
+loaded = lora(loaded).train()  # before its first forward: see below
 there = {name: tensor.to(device) for name, tensor in small_batch.items()}
 check_gradient_flow(loaded, there)
 print(loaded.base_model.model.model.layers[0].mlp.up_proj.base_layer)
