@@ -61,8 +61,10 @@ import tempfile
 import warnings
 from functools import partial
 
+import datasets
 import psutil
 import torch
+import transformers
 from torch.nn import functional as F
 
 from recipes_lib.core.measure.machine import (
@@ -78,6 +80,8 @@ from recipes_lib.report.show import show
 # transformers 5 renames gradient checkpointing; DeepSpeed says that there is no GPU.
 warnings.simplefilter("ignore", FutureWarning)
 logging.disable(logging.WARNING)
+datasets.disable_progress_bars()
+transformers.utils.logging.disable_progress_bar()
 # On Linux a step on a CPU is slowed by the system, which takes freed memory away
 # and fills it with zeros before it gives it back. This asks to keep it.
 keep_freed_memory()
@@ -96,10 +100,11 @@ full = dict(
     learner_rows=6,  # texts per step
     pairs=400,  # texts to learn from
     held_out=12,  # texts to judge it by
+    stacks=3,  # of recipes for a model of 8 billion weights
 )
 # Continuous integration checks that the code works, not how fast it is.
 brief = dict(rounds=1, compile=False, learner="tiny-smollm2", steps=2)
-brief |= dict(learner_rows=4, pairs=40, held_out=6)
+brief |= dict(learner_rows=4, pairs=40, held_out=6, stacks=1)
 # On a CPU the real SmolLM2-135M. layers=None means all of its 30 blocks.
 smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=24, tokens=72)
 # On a GPU a larger shape, of which plain fp32 training fits.
@@ -265,7 +270,7 @@ timeline_chart(
 #
 # The figure is also the plan. **Part A** attacks the first tower, which grows with the tokens. **Part B** attacks the second one, and the ground of both: weights and states. In the prints, *backward begins* and *forward ends* are the first tower, *backward ends* is the second.
 #
-# The code that predicts also measures. So two others are asked: the equation, and the operating system, which sees the process grow with all that its allocator keeps in reserve.
+# The code that predicts also measures. So two others are asked: the equation, and the operating system, which sees the whole process grow, with the holes between tensors. Leave room for them.
 
 # %%
 peaks = {
@@ -461,7 +466,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** By 368 MiB only. The first tower is now lower than the second, and no recipe of Part A gets below its 2,269 MiB. **In your code** take both together: one alone leaves most of the tower.
+# **The answer.** By 368 MiB only. The first tower is now 1,868, and the second one is the peak: no recipe of Part A gets below its 2,269 MiB. **In your code** take both together: one alone leaves most of the tower.
 #
 # ### 3. Activation offloading
 #
@@ -524,9 +529,9 @@ with torch.autocast("cpu", torch.bfloat16):
 assert torch.equal(automatic, linear_by_hand(x, weight, dtype=torch.bfloat16))
 print("by hand and by autocast: equal to the last bit")
 
-rates = measure_matrix_rates()  # multiplications per second, by dtype
-for dtype, rate in rates.items():
-    print(f"products in {dtype}: {rate / rates[torch.float32]:.1f}× as fast as in fp32")
+rates = measure_matrix_rates()  # multiplications and additions per second, by dtype
+gain = max(rates.values()) / rates[torch.float32]
+print(f"the fastest products of large matrices here: {gain:.1f}× as fast as in fp32")
 
 # %% [markdown]
 # bf16 has the range of fp32 and few digits. fp16, the only fast one on a T4, has a small range: small gradients become zero. There a `GradScaler` multiplies the loss by a large number, and divides the gradients by it. `mixed_precision()` chooses what is fastest here, and scales where it must.
@@ -555,7 +560,7 @@ ladder.climb("mixed precision", build(step=step_in_16_bits), **in_16_bits)
 #
 # - 232 stay: 61 norms keep their input and the normalised input in fp32, 2 × 576 numbers.
 # - 171 are new. In fp32, queries, keys and values read one tensor, gate and up another. Autocast makes a 16-bit copy for each product, three more of 576 numbers in a block.
-# - 202 are 16-bit copies of the blocks' weights, and 54 that of the output layer. They wait for backward.
+# - 202 are 16-bit copies of the blocks' weights, and 54 that of the output layer. They wait for backward. (So the cache of autocast, which the Trainer leaves on, does not change this peak.)
 #
 # ### 5. Compiled blocks
 #
@@ -758,7 +763,7 @@ for name, (optimizer_of, step) in fewer_bits.items():
     ladder.climb(name, row, **on_lean)
 
 # %% [markdown]
-# States fall from 1,026 to 513 and to 422 MiB. These are not 257, because ours keeps those of the embedding in 32 bits, as the authors of the method advise; the embedding is a fifth of this model and a small part of a large one. The last row puts recipes 6 and 7 together, with all states in 8 bits: the floor of full fine-tuning here. (These losses cannot show the rounding, which comes after the first update.)
+# States fall from 1,026 to 513 and to 422 MiB. These are not 257, because ours keeps those of the embedding in 32 bits, as the authors of the method advise; the embedding is a fifth of this model and a small part of a large one. The last row puts recipes 6 and 7 together, with all states in 8 bits: 1,141 MiB, the floor of full fine-tuning here. (These losses cannot show the rounding, which comes after the first update.)
 #
 # ### 8. Optimizer states in host memory
 #
@@ -927,7 +932,7 @@ stacks = {
     "QLoRA, streamed": [qlora, apply_chunked_cross_entropy, streaming],
 }
 print("Llama-3.1-8B, 4 × 2,048 tokens, predicted and not run")
-for name, recipes in stacks.items():
+for name, recipes in list(stacks.items())[-sizes.stacks :]:
     peak = any_size(partial(eight_billion, recipes), layers=(2, 3)).peak(layers=32)
     print(f"{name:<16}{peak / 2**30:>6.1f} GiB")
 
@@ -1067,7 +1072,7 @@ print(f"four bits change the loss by {rounding:+.2f} before training")
 # %% [markdown]
 # (Four bits are a second rounding here: these weights come from a file of four bits, see above. A model in 16 bits pays another price.)
 #
-# With room for 2,998 MiB take *16 bits, compiled, chunked loss*. With less, if all weights have to train, *8-bit AdamW in backward*. With less than that, *everything combined*. The losses are of one run each, with rates that were not tuned: each way learns, and [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares which learns best.
+# With room for 2,998 MiB take *16 bits, compiled, chunked loss*. With 1,141 take *8-bit AdamW in backward*. With less take *everything combined*, which trains adapters. The losses are of one run each, with rates that were not tuned: each way learns, and [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares which learns best.
 #
 # <!-- numbers:gpu-01 -->
 # <!-- end -->
@@ -1119,7 +1124,7 @@ display({"text/markdown": table, "text/plain": table}, raw=True)
 #
 # ## Out-of-memory doctor
 #
-# Given a model, a device and the text of an error, what should be tried first? Here PyTorch holds 2.40 GiB in pieces that it cannot use. A setting joins them, and that is not enough. So each further line is a stack of recipes with its predicted peak; *about* says that arithmetic was enough to decide.
+# Given a model, a device and the text of an error, what should be tried first? Here PyTorch holds 2.40 GiB in pieces that it cannot use. A setting joins them, and that is not enough. So each further line is a stack of recipes with its predicted peak; *about* says that arithmetic was enough to decide; with adapters it is a tenth below the step itself, which recipe 11 has taken.
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose

@@ -24,6 +24,7 @@ from recipes_lib.report.style import INK, KIND_COLORS, MARK, Unit
 
 HEADROOM = 1.22  # above the highest peak there is room for its number
 WORDS = 8.5
+SMALL = 2**20 / 20  # bytes: what is less would be printed as 0.0 MiB
 
 
 def timeline_chart(
@@ -157,7 +158,7 @@ def _write_compositions(axes: Any, marked: Mapping[str, Point], unit: Unit) -> N
     texts = []
     for when, point in marked.items():
         kinds = reversed(point.bytes.items())
-        lines = [f"{kind} {unit.text(size)}" for kind, size in kinds if size]
+        lines = [f"{kind} {unit.text(size)}" for kind, size in kinds if size >= SMALL]
         texts.append("\n".join([when, *lines]))
     text = "\n\n".join(texts)
     axes.text(1.02, 0.95, text, transform=axes.transAxes, va="top", fontsize=WORDS, linespacing=1.3)

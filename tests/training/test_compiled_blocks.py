@@ -21,6 +21,7 @@ from recipes_lib.training.compiled_blocks import (
     Compiled,
     apply_compiled_blocks,
     break_even_steps,
+    can_compile,
     compile_seconds,
     compiled_by_hand,
 )
@@ -270,6 +271,7 @@ def test_without_a_compiler_nothing_changes(monkeypatch, llama):
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    assert not can_compile("cpu")
     block_class = type(decoder_blocks(llama)[0])
     with pytest.raises(ValueError, match=r"apt install g\+\+"):
         apply_compiled_blocks(llama)
