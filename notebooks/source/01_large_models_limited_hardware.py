@@ -268,7 +268,7 @@ timeline_chart(
 # %% [markdown]
 # **The answer.** 2,269 MiB: 1,539 of weights and states, 513 of gradients, 216 of embedding copies. The top of the first tower are the logits. Their probabilities count as activations, because forward makes them; both gradients are *other*, as the embedding copies are.
 #
-# The figure is also the plan. **Part A** attacks the first tower, which grows with the tokens. **Part B** attacks the second one, and the ground of both: weights and states. In the prints, *backward begins* and *forward ends* are the first tower, *backward ends* is the second.
+# The figure is also the plan. **Part A** attacks the first tower, which grows with the tokens. **Part B** attacks the second one, and the ground of both: weights and states. In the prints, *backward begins* and *forward ends* are the first tower.
 #
 # The code that predicts also measures. So two others are asked: the equation, and the operating system, which sees the whole process grow, with the holes between tensors. Leave room for them.
 
@@ -448,7 +448,7 @@ ladder.climb("activation checkpointing", build(checkpointing), group="in 32 bits
 #
 # **The logits, too.** Those of a few hundred tokens give their part of the loss and of the gradients, and are freed. **Guess first:** 972 of 2,637 MiB are logits. Does the peak fall by most of them?
 #
-# [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand, beside PyTorch's `F.linear_cross_entropy`. Ours goes into a model of transformers: `model(...).loss` stays as it is.
+# [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand, beside PyTorch's `F.linear_cross_entropy`. Ours goes into a model of transformers.
 
 # %%
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
@@ -534,7 +534,7 @@ gain = max(rates.values()) / rates[torch.float32]
 print(f"the fastest products of large matrices here: {gain:.1f}× as fast as in fp32")
 
 # %% [markdown]
-# bf16 has the range of fp32 and few digits. fp16, the only fast one on a T4, has a small range: small gradients become zero. There a `GradScaler` multiplies the loss by a large number, and divides the gradients by it. `mixed_precision()` chooses what is fastest here, and scales where it must.
+# bf16 has the range of fp32 and few digits. fp16, the only fast one on a T4, has a small range: small gradients become zero, unless a `GradScaler` multiplies the loss first. `mixed_precision()` chooses for this machine.
 
 # %%
 precision = mixed_precision()
@@ -624,7 +624,7 @@ print("It takes longer where no earlier run has left its kernels on the disk.")
 ladder
 
 # %% [markdown]
-# Accumulation computes nothing twice, checkpointing also works where a single text is too large, and offloading moves every byte. (The system keeps these files in free memory; a real disk is slower.)
+# Offloading moves every byte. Here the system keeps the files in free memory; a real disk is slower.
 #
 # ## Part B: what every weight costs
 #
@@ -717,7 +717,7 @@ print(f"stochastically  {stochastic.float().mean():.3f}, the mean of 10,000")
 # %% [markdown]
 # **The answer.** Rounded to nearest, it never falls. Updates are divided by its root, so they stay too small, and no error says so. *Stochastic rounding* goes to one of the two neighbours at random, to the nearer one more often, and is right on average.
 #
-# 8 bits suffice as well. Each average becomes a *code*: the number of an entry in a list of 256 values, close together near zero and far apart near one. 256 neighbours share one scale. A step decodes them, updates in fp32, and encodes them again. Ten steps on the same gradients:
+# In 8 bits each average becomes a *code*: the number of an entry in a list of 256 values, close together near zero and far apart near one. 256 neighbours share one scale. Ten steps on the same gradients:
 
 # %%
 import bitsandbytes
@@ -939,7 +939,7 @@ for name, recipes in list(stacks.items())[-sizes.stacks :]:
 # %% [markdown]
 # Compare the first two lines: four bits leave activations and logits as they are. **What a recipe saves depends on the others. Ask first what is at the peak.**
 #
-# **In your code.** DeepSpeed's ZeRO-3 with `offload_param` moves weights that train; for a frozen base in four bits we know of no switch. Each weight crosses the link twice a step, hidden if a block takes longer to compute than the next one to come: take many tokens per step.
+# **In your code.** DeepSpeed's ZeRO-3 with `offload_param` moves weights that train; for a frozen base in four bits we know of no switch. Each weight crosses the link twice a step: take many tokens per step, so that a block takes longer to compute than the next one to come.
 
 # %%
 ladder.take_turns(rounds=sizes.rounds)
@@ -1051,7 +1051,7 @@ curves = {
 }
 
 # %% [markdown]
-# *70 % less memory, and faster*: such a promise says little without what it is compared with. So here are two comparisons: with full fine-tuning in fp32, the baseline, and with what many have today, QLoRA with checkpoints and a loss in chunks. Memory comes first, then time.
+# *70 % less memory, and faster* says little without what it is compared with. So here are two comparisons, memory and time each: with full fine-tuning in fp32, the baseline, and with what many have today, QLoRA with checkpoints and a loss in chunks.
 
 # %%
 compared = ("baseline", "8-bit AdamW in backward", fast_row, "QLoRA")
@@ -1120,7 +1120,7 @@ table = "\n".join(lines)
 display({"text/markdown": table, "text/plain": table}, raw=True)
 
 # %% [markdown]
-# Times are in steps of the baseline. From *step in backward* on, each row stands on *16 bits, checkpointing, loss in chunks*. **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading of every activation with checkpointing. And with `auto_find_batch_size=True` the Trainer takes smaller batches, does not accumulate, and trains something else. The [cheatsheet](../CHEATSHEET.md) and [TRAPS.md](../TRAPS.md) go on from here.
+# Times are in steps of the baseline. From *step in backward* on, each row stands on *16 bits, checkpointing, loss in chunks*. **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading of every activation with checkpointing. And with `auto_find_batch_size=True` the Trainer takes smaller batches, does not accumulate, and trains something else. More of both: [cheatsheet](../CHEATSHEET.md), [TRAPS.md](../TRAPS.md).
 #
 # ## Out-of-memory doctor
 #
@@ -1217,7 +1217,7 @@ print(f"gradients: {mib(trained.gradients)} of {mib(trained.peak)}")
 # - Lv et al., *LOMO*, 2023: the step in backward
 # - Ansel et al., *PyTorch 2*, 2024: `torch.compile`
 #
-# The last cell checks that the story is true on this machine: orderings and signs, never absolute speed.
+# The last cell checks the story on this machine.
 
 # %%
 equation_off = abs(arithmetic.peak / baseline.peak_bytes - 1)
