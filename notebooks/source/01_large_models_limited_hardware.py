@@ -224,7 +224,7 @@ print(arithmetic)
 #
 # Each recipe adds a row to a table, the *ladder*. `ladder.climb` takes a function that builds a model, its optimizer and a step, and runs it twice. First on PyTorch's *fake tensors*, which have a shape and no memory: every byte that the step would take is counted. That is the prediction. Then for real: one step, in which AdamW makes its states, and a second one, in which every byte of every tensor is counted.
 #
-# **Guess first.** The first moment is the peak. How high is the step at the end of backward?
+# **Guess first.** As a curve, the two moments are two *towers*, and the first one is the peak. How high is the second one, at the end of backward?
 
 # %%
 from recipes_lib.report.ladders.memory import MemoryLadder
@@ -248,7 +248,7 @@ def build(*recipes, optimizer_of=adamw, step=train_step, base=fresh):
 
 
 def towers(name):
-    """Both moments of the equation, in a row of the ladder."""
+    """The bytes at both moments of the equation, in a row of the ladder."""
     first, second = ladder.timelines[name].towers()
     print(f"first tower {mib(first.total)}, second tower {mib(second.total)}")
 
@@ -610,7 +610,7 @@ compiling = compile_seconds() - began
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not: another program on the machine changes them by more than many recipes do. So the models were kept, and now take *turns*. A disturbance can only make a turn longer, so the fastest turn of each row counts. In brackets are the smallest and the largest ratio of one round, and of the times. Where brackets overlap, neither row is faster.
+# Bytes are the same in every run. Times are not: another program on the machine changes them by more than many recipes do. So the models were kept, and now take *turns*. A disturbance can only make a turn longer, so the fastest turn of each row counts. In brackets are the smallest and the largest ratio of one round, and of the times. Where brackets overlap, neither row is called faster.
 
 # %%
 ladder.take_turns(rounds=sizes.rounds)
