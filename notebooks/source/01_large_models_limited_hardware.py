@@ -20,7 +20,7 @@
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways. For each way it predicts the memory, measures it, and checks that it is still the same training.
 #
-# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: ten to run on two CPU cores, an hour to read. **Has run on** two CPU cores. A GPU gets larger sizes, and no GPU has run them yet.
+# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: twenty to run on two CPU cores, an hour to read. **Has run on** two CPU cores. A GPU gets larger sizes, and no GPU has run them yet.
 #
 # ## The map
 #
@@ -466,7 +466,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** By 368 MiB only. The first tower is now 1,868, and the second one is the peak: no recipe of Part A gets below its 2,269 MiB. **In your code** take both together: one alone leaves most of the tower.
+# **The answer.** By 368 MiB only. The first tower is now 1,858, and the second one is the peak: no recipe of Part A gets below its 2,269 MiB. **In your code** take both together: one alone leaves most of the tower.
 #
 # ### 3. Activation offloading
 #

@@ -93,9 +93,18 @@ def _places(each: Timeline) -> list[int]:
 
 
 def _spans(each: Timeline) -> list[tuple[str, int, int]]:
-    """The phases with the places at which they begin and end."""
-    place_of = dict(zip([point.operator for point in each.points], _places(each)))
-    return [(phase, place_of[begin], place_of[end]) for phase, begin, end in each.phases()]
+    """The phases with the places at which they begin and end.
+
+    One begins at the last point of the phase before: what its first operator takes is its own.
+    """
+    places = _places(each)
+    phases = []
+    begins = []
+    for number, point in enumerate(each.points):
+        if not phases or phases[-1] != point.phase:
+            phases.append(point.phase)
+            begins.append(places[max(number - 1, 0)])
+    return list(zip(phases, begins, [*begins[1:], places[-1]]))
 
 
 def _draw_step(axes: Any, each: Timeline, unit: Unit, marked: Iterable[Point]) -> None:
