@@ -20,7 +20,7 @@
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways. For each way it predicts the memory, measures it, and checks that it is still the same training.
 #
-# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: twenty to run on two CPU cores, an hour to read. **Has run on** two CPU cores. A GPU gets larger sizes, and no GPU has run them yet.
+# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: seventeen to run on two CPU cores, an hour to read. **Has run on** two CPU cores. A GPU gets larger sizes, and no GPU has run them yet.
 #
 # ## The map
 #
