@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from recipes_lib.report.figure import new_figure, set_up
 from recipes_lib.report.ladder import Column, Ladder, Row
-from recipes_lib.report.points import points
-from recipes_lib.report.style import (
-    FACTOR,
-    WHOLE,
-)
+from recipes_lib.report.style import FACTOR, INK, RECIPE, WHOLE
 
 
 class LengthLadder(Ladder):
@@ -18,8 +15,7 @@ class LengthLadder(Ladder):
 
     `tokens` is the longest that fits, `crossing` where the bytes reach the limit, with which the
     prediction is compared. The loss is that of a text of `loss_at` tokens, which every row can do.
-    Times are those of `timed_at` tokens, beside the row `against`; `least_seconds` is what a step
-    of the longest takes at least.
+    Times are those of `timed_at` tokens, beside the row `against`.
     """
 
     def __init__(
@@ -38,7 +34,6 @@ class LengthLadder(Ladder):
             Column("prediction_error", "off by", "", "{:+.1%}".format),
             Column("times_previous", "× previous", "×", FACTOR),
             Column("times_baseline", "× baseline", "×", "{:.1f}".format),
-            Column("least_seconds", "a step there, at least", "s", duration),
             Column("ratio", f"time at {timed_at:,}, ×", "×", FACTOR),
             Column("loss", f"loss at {loss_at:,}", "nats", "{:.4f}".format),
             Column("tokens", unit="tokens", better="higher"),
@@ -56,7 +51,6 @@ class LengthLadder(Ladder):
         peak_bytes: int,
         predicted: int | None,
         loss: float | None = None,
-        least_seconds: float | None = None,
     ) -> Row:
         """Append a row, save the file and return the row. `set_times` brings its times.
 
@@ -64,7 +58,6 @@ class LengthLadder(Ladder):
         """
         row = Row(name=name, tokens=tokens, crossing=crossing, peak_bytes=peak_bytes, loss=loss)
         row.predicted_tokens = predicted
-        row.least_seconds = least_seconds
         if predicted is not None:
             row.prediction_error = predicted / round(crossing) - 1
         row.times_baseline = 1.0
@@ -87,19 +80,25 @@ class LengthLadder(Ladder):
 
         Without a title it says how long the longest is.
         """
-        places = {}
-        for number, row in enumerate(self.rows):
-            name = f"{row.name}: {row.tokens:,}, ×{row.times_baseline:.1f}"
-            places[name] = (row.tokens, -number)
         longest = max(row.tokens for row in self.rows)
-        return points(
-            places,
-            title=title or f"The longest sequence that fits: {longest:,} tokens",
-            height=0.3 * len(places) + 1,
-            xscale="log",
-            xlabel="longest sequence that fits, tokens",
-            yticks=[],
-        )
+        title = title or f"The longest sequence that fits: {longest:,} tokens"
+        figure, axes = new_figure(title, height=0.3 * len(self.rows) + 1)
+        set_up(axes, xscale="log", xlabel="longest sequence that fits, tokens", yticks=[])
+        for number, row in enumerate(self.rows):
+            color = RECIPE if number else INK
+            axes.plot([self.rows[0].tokens / 2, row.tokens], [-number, -number], color=color)
+            axes.plot(row.tokens, -number, "o", color=color, markersize=7)
+            words = f" {row.name}: {row.tokens:,}, ×{row.times_baseline:.1f}"
+            axes.annotate(
+                words,
+                (row.tokens, -number),
+                xytext=(6, 0),
+                va="center",
+                color=color,
+                textcoords="offset points",
+            )
+        axes.set_xlim(self.rows[0].tokens / 2, 12 * longest)  # room for the words
+        return figure
 
 
 def duration(seconds: float) -> str:
