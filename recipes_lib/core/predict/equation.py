@@ -200,9 +200,12 @@ def with_checkpointing(step: StepBytes, *, group: int = 1) -> StepBytes:
     one = sizes.tokens * sizes.hidden * sizes.element  # input [T, D]
     outside = sizes.tokens * _norm(sizes)  # the last norm, free before a block is made again
     whole = sizes.in_mlp == sizes.tokens
-    inside = _block(sizes) + one + sizes.element * sizes.in_mlp * 2 * sizes.feed_forward
-    if not whole:  # a tile is whole, and the gradient of the input grows beside that of the output
-        inside += one + sizes.element * sizes.in_mlp * 4 * sizes.feed_forward
+    of_a_tile = sizes.element * sizes.in_mlp * 2 * sizes.feed_forward
+    inside = _block(sizes) + one + of_a_tile
+    if not whole:
+        # The gradient of the input grows beside that of the output: with all of one tile, or when
+        # the parts of all tiles are put together.
+        inside += one + max(2 * of_a_tile, one - of_a_tile)
     if sizes.element == FP32:  # the first norm reads the input itself, and no copy in fp32
         inside -= one
     head = 0 if _frozen(step) else sizes.table  # its gradient is there by then
