@@ -27,7 +27,7 @@
 # |---|---|
 # | **You will learn** | to predict the longest text that fits, and which recipe moves that limit |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
-# | **Minutes to run** | about ten on two CPU cores |
+# | **Minutes to run** | nine on two CPU cores |
 # | **Minutes to read** | about 45 |
 # | **Which hardware has run this** | two CPU cores; no GPU yet |
 
