@@ -799,7 +799,7 @@ for row in ("baseline", "everything combined"):
 timeline_chart(before_and_after, title="The same memory, filled by two lengths")
 
 # %% [markdown]
-# Above, activations pile up in forward, layer upon layer. Below, each block leaves nothing behind, and each tooth in backward is one block, computed again: what fills the memory is one block, and its width is the model's. *Other* are the results of operators that are on the way to another one. From left to right are operators, each as wide as any other, however long it takes.
+# Above, activations pile up in forward, layer upon layer. Below, each block leaves nothing behind, and each tooth in backward is one block, computed again: what fills the memory is one block, and its width is the model's. *Other* are the results of operators that are on the way to another one. From left to right are the bytes that have come and gone.
 #
 # ## Time is the next limit
 #

@@ -91,7 +91,8 @@ def step(states):
         sizes = {"weights": 4 * MIB, "states": states * MIB, "gradients": 0, "other": 0}
         return Point(operator, phase, sizes | {"activations": activations * MIB})
 
-    return Timeline([point(0, "forward", 0), point(50, "backward", 6), point(100, "backward", 0)])
+    forward = [point(0, "forward", 0), point(25, "forward", 6)]
+    return Timeline([*forward, point(50, "backward", 6), point(100, "backward", 0)])
 
 
 def test_a_timeline_marks_its_peak_and_the_prediction_of_its_own_step():
