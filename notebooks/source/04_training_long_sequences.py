@@ -21,7 +21,7 @@
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# A longer text needs more memory, and at some length the training step fails. This notebook asks how long a text can be on which one small model trains in a fixed amount of memory. It predicts the answer for each recipe, searches for it, and checks that the loss is still the same number. Then it asks what the recipes cost in time, where they are needed. Whether the model can *read* such a text is another question: SmolLM2 has learned positions up to 8,192, and recipe 8 is for what lies beyond.
+# A longer text needs more memory, and at some length the training step fails. This notebook asks how long a text can be on which one small model trains in a fixed amount of memory. It predicts the answer for each recipe, searches for it, and checks that the loss of a first step is still the same number. Then it asks what the recipes cost in time, where they are needed. Whether the model can *read* such a text is another question: SmolLM2 has learned positions up to 8,192, and recipe 8 is for what lies beyond.
 #
 # | | |
 # |---|---|
@@ -45,7 +45,7 @@
 # | 7 | [sliding window](../recipes_lib/attention/sliding_window/__init__.py), [block-sparse](../recipes_lib/attention/block_sparse/__init__.py) | time of attention | FlexAttention |
 # | 8 | [RoPE scaling](../recipes_lib/architecture/rope.py) | the loss beyond the trained length | `rope_parameters` in config.json |
 #
-# Recipes 1 to 6 are **Part A**: the model learns the same, in less memory. Recipes 7 and 8 are **Part B**: they change the model.
+# Recipes 1 to 6 are **Part A**: the same mathematics, in less memory. Recipes 7 and 8 are **Part B**: they change the model.
 #
 # ## Setup
 #
@@ -198,7 +198,7 @@ def text_of(tokens):
 #
 # $$\text{peak}(S) = \text{fixed} + a\,S^2 + b\,S$$
 #
-# $a$ counts attention *scores*: one number for each pair of tokens, in each head of each layer. $b$ counts what every single token leaves behind: *activations*, which forward keeps for backward, and *logits*, one number per entry of the vocabulary, from which the loss is made. Each recipe of part A makes $a$ or $b$ smaller. *Copies* are a second set of some weights' gradients, for a moment, because the table of words is also the output layer. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains each term, and [equation.py](../recipes_lib/core/predict/equation.py) has them in lines to read aloud.
+# $a$ counts attention *scores*: one number for each pair of tokens, in each head of each layer. $b$ counts what every single token leaves behind: *activations*, which forward keeps for backward, and *logits*, one number per entry of the vocabulary, from which the loss is made. Each recipe of part A makes $a$ or $b$ smaller. *Copies* are two more tensors of the size of the embedding, for a moment of backward, because the embedding is also the output layer. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) explains each term, and [equation.py](../recipes_lib/core/predict/equation.py) has them in lines to read aloud.
 #
 # **Guess first.** Within 4 GiB, how many tokens can a text have on which SmolLM2-135M trains without any recipe?
 
@@ -239,7 +239,7 @@ print(f"longest text: {longest_by(eager_terms):,} tokens")
 #
 # The plain formula of attention is softmax(QKᵀ/√E) V, with a query, a key and a value per token. It is called *eager*: all scores are made, and they wait for backward.
 #
-# The results go into a table that grows by one row per recipe, the *ladder*. `climb` predicts the longest text by arithmetic. Then it searches: from the prediction it goes up and down until one length fits and another, 2 % longer, does not. *Found* is where a straight line between the two meets the limit; headline and chart show the length that fits. Last comes a real step on a text that every row can do, for the loss.
+# The results go into a table that grows by one row per recipe, the *ladder*. `climb` predicts the longest text by arithmetic. Then it searches: from the prediction it goes up and down until one length fits and another, 2 % longer, does not. *Found* is where a straight line between the two meets the limit; headline and chart show the length that fits. Last comes a real step on a text that every row can do, for the loss. It says that forward is the same; that gradients are, the small examples of recipes 2, 3 and 5 show, and on whole models the package's tests.
 #
 # A step of the longest texts would take hours here, so on a CPU the search takes **dry steps**: the loop above on PyTorch's fake tensors, which have shapes and no data. Every byte is counted, and nothing is computed.
 #
@@ -439,7 +439,7 @@ for which, cost in beside.items():
 
 
 # %% [markdown]
-# The row *torch* has default options, whose chunks are small and slow; with chunks of 256 tokens it is about as fast as ours. TRL's chunks are pieces of the vocabulary, by default so large that two of them are all of this one; with 2,048 entries each it needs the least. In bf16 PyTorch's adds in bf16, and ours in fp32. That is what ours does more: it is one call on a model of any family, it checks itself against the model's own loss, and its sums are in fp32.
+# The row *torch* has default options, whose chunks are small and slow; with chunks of 256 tokens it is about as fast as ours. TRL's chunks are pieces of the vocabulary, by default so large that two of them are all of this one; with 2,048 entries each it needs the least. In bf16 PyTorch's adds in bf16, and ours in fp32. That is what ours does more: it is one call on a model of any family, it checks itself against the model's own loss, and its sums are in fp32. So with TRL look that `loss_type` is `"nll"`, in the Trainer take Liger, and in a loop of your own ours or PyTorch's with chunks of 256 tokens.
 
 
 # %%
@@ -455,7 +455,7 @@ climb("+ chunked loss", lean_terms, lean)
 print(f"to the guess: {ladder['+ chunked loss'].times_previous:.2f}× as long")
 
 # %% [markdown]
-# The activations of all layers are now nearly all that grows. A model with a vocabulary of 128,256 and few layers gains far more: there the logits are most of a step, as the table of cards below shows.
+# The activations of all layers are now nearly all that grows, so the gain is small, and a larger vocabulary alone does not change that (exercise 2). It becomes large together with checkpoints: then the logits are most of a step, as the table of cards below shows.
 #
 # ### 3. Activation checkpointing
 #
@@ -528,7 +528,7 @@ print(f"that is {kept / (inputs + again):.1f}× less per token; ", end="")
 print(f"the search found {ladder['+ checkpointing'].times_previous:.1f}× the length")
 
 # %% [markdown]
-# The inputs stay, and one block is there in full with the gradients in it: with few blocks the second part decides, with many the first, and the factor comes closer to 19. What does not grow with the text, such as the gradient of the output layer, does the rest. No other recipe multiplies the length by so much.
+# The inputs stay, and one block is there in full with the gradients in it: with few blocks the second part decides, with many the first, and the factor comes closer to 19. What does not grow with the text, such as the gradient of the output layer, does the rest. The factor belongs to the pair: with checkpoints and without recipe 2 all logits would stay. So switch both on.
 #
 # ### 4. Tiled MLP
 #
@@ -674,7 +674,7 @@ for row in ("+ nested checkpoints", "+ tiled MLP"):
 #
 # **The line you will write tomorrow**: `model.activation_checkpointing_enable(offload=True)`, since transformers 5.17. It needs a GPU, because it copies to pinned host memory, and the computation waits for each copy. Ours can copy beside it (`in_flight=2`), and can go to disk; this row waits, which takes the least memory.
 #
-# The link is slow beside the computation on short texts alone: per block, computing grows with S², and the transfer with S. Published for transformers' switch ([#48444](https://github.com/huggingface/transformers/pull/48444)): at 8,192 tokens no gain and 1.38 → 1.86 s; at a million tokens 25 % less memory for 0.6 % of time.
+# The host must hold (blocks − 1) × tokens × width × bytes of a number: look at that first. Only on short texts is the link slow beside the computation, because per block computing grows with S², and the transfer with S. Published for transformers' switch ([#48444](https://github.com/huggingface/transformers/pull/48444)): at 8,192 tokens no gain and 1.38 → 1.86 s; at a million tokens 25 % less memory for 0.6 % of time.
 #
 # ## Everything combined
 #
@@ -702,7 +702,7 @@ climb(
 )
 
 # %% [markdown]
-# No step of these lengths was computed. Shorter ones can be, with the same account of bytes: one of SDPA at its longest, and one of the last row.
+# None of the long steps was computed. Two shorter ones can be, with the same account of bytes: SDPA at its longest, and the last row on a text of which most bytes are weights and states.
 
 # %%
 if not on_gpu:  # there the search has taken real steps
@@ -725,9 +725,9 @@ if not on_gpu:  # there the search has taken real steps
         print(f"the dry one is off by {off:+.2%}")
 
 # %% [markdown]
-# ## What it costs, where it is needed
+# ## What it costs
 #
-# A price at 512 tokens would say nothing: there the products are small, and nobody needs a recipe. Here forward and backward run through as many blocks as one group of nested checkpoints has, on a text that is too long for the plain step, without the loss (its price stands at recipe 2). The rows take turns, the fastest turn of each counts, and the range of the rounds stands in brackets.
+# A price at 512 tokens would say nothing: there the products are small, and nobody needs a recipe. Here forward and backward run through as many blocks as one group of nested checkpoints has, on 4,096 tokens, which is too long for the plain step, without the loss (its price stands at recipe 2). The rows take turns, the fastest turn of each counts, and the range of the rounds stands in brackets.
 
 # %%
 timed = [row for row in ways if row != "+ chunked loss"]
@@ -757,7 +757,7 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# In the table, *off by* compares the prediction with *found*. *Time* is that of the blocks, against SDPA. What a recipe computes again explains a part of it; the rest are smaller products, more calls, and the disk:
+# In the table, *off by* compares the prediction with *found*. *Time* is that of the blocks, against SDPA. A range is that of single rounds, and SDPA beside itself shows the noise. The optimizer is not in it. Two baselines meet below: lengths count from eager attention, times from SDPA.
 
 # %%
 forwards = dict.fromkeys(timed[2:], 1) | {"+ nested checkpoints": 2 - 1 / group}
@@ -799,7 +799,7 @@ for row in ("baseline", "everything combined"):
 timeline_chart(before_and_after, title="The same memory, filled by two lengths")
 
 # %% [markdown]
-# Above, activations pile up in forward, layer upon layer. Below, each block leaves nothing behind, and each tooth in backward is one block, computed again: what fills the memory is one block, and its width is the model's. *Other* are the results of operators that are on the way to another one. From left to right are the bytes that have come and gone.
+# Above, activations pile up in forward, layer upon layer. Below, each block leaves nothing behind, and each tooth in backward is one block, computed again: what fills the memory is one block. *Other* are the results of operators that are on the way to another one. From left to right are the bytes that have come and gone.
 #
 # ## Time is the next limit
 #
@@ -872,14 +872,14 @@ else:
     print(f"the line misses its dots: no time is given for {tokens:,} tokens")
 
 # %% [markdown]
-# Memory is no longer what limits the length. In a wide model time becomes the limit later, because its products grow with the square of the width, and attention with the width.
+# The line has neither disk nor optimizer in it, and the short step has its optimizer. Such a step takes hours here: time stops you before memory does. In a wider model attention overtakes the products at a longer text, but every token is slower.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
 #
 # ## Your model, your card
 #
-# The same question for other models and for cards that are not here, by the equation, with weights in bf16. *Switches* are transformers' two, SDPA and checkpointing; then the chunked loss; then every recipe above. QLoRA keeps the weights in four bits and trains small adapters ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)). None of these steps has run on a card. Behind each length stand what breaks first and what a step takes at 40 % of the card's rate in its data sheet.
+# The same question for other models and for cards that are not here, by the equation, with weights in bf16. *Switches* are transformers' two, SDPA and checkpointing; then the chunked loss; then every recipe above. QLoRA keeps the weights in four bits and trains small adapters ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)). None of these steps has run on a card. The cards are an RTX 4080, an L4 and an A100. Gradients and both averages of AdamW are in 16 bits too ([notebook 01](../notebooks/01_large_models_limited_hardware.ipynb), *16-bit AdamW states*); the code at the end keeps them in 32, which takes twice the fixed bytes. The inputs wait on the host, which must hold (blocks − 1) × tokens × width × 2 bytes. Behind each length stand what breaks first and what a step takes at 40 % of the card's rate in its data sheet; for QLoRA that is an upper bound. These models know 131,072 positions: what lies beyond needs recipe 8.
 
 # %%
 from recipes_lib.core.predict import CARDS
@@ -970,11 +970,11 @@ print(f"  by dry steps    {peak / GIB:6.2f} GiB")
 print(f"  by the equation {by_equation / GIB:6.2f} GiB, {by_equation / peak - 1:+.1%}")
 
 # %% [markdown]
-# The table leaves 5 % of each card free, for holes between tensors and for what the equation forgets; on a new card begin below these lengths. The command `doctor` asks the same for your own model: `python -m recipes_lib doctor --model llama-3.1-8b --card L4 --batch_size 1 --seq_len 32768 --dtype bf16`.
+# The equation forgets nearly as much as the 5 % of each card that the table leaves free, and this check is at a small part of the longest lengths. On a new card begin at three quarters of them. The command `doctor` asks the same for your own model: `python -m recipes_lib doctor --model llama-3.1-8b --card L4 --batch_size 1 --seq_len 32768 --dtype bf16`.
 #
 # ### Hybrid models
 #
-# Qwen3.5, Qwen3-Next, LFM2 and the Mamba hybrids have attention in some layers only. The others are recurrences: they carry a state from token to token, and their time grows with S and not with S². They have two traps. Without the package of their kernels, transformers computes a loop in fp32 (published in [#48718](https://github.com/huggingface/transformers/pull/48718): 1.22 s a step, with the kernels 0.49 s). It says so once, where its messages are on. And a state runs past every mask, so packed documents read each other.
+# Qwen3.5, Qwen3-Next, LFM2 and the Mamba hybrids have attention in some layers only. The others are recurrences: they carry a state from token to token, and their time grows with S and not with S². They have two traps. Without the package of their kernels, transformers computes a loop in fp32 (published in [#48718](https://github.com/huggingface/transformers/pull/48718): 1.22 s a step, with the kernels 0.49 s). It says so once, where its messages are on. And a state runs past every mask, so packed documents, which are several short texts in one row, read each other.
 
 # %%
 import transformers
@@ -1131,9 +1131,9 @@ for which, adapt in reads_less.items():
 del model
 
 # %% [markdown]
-# Reading less makes the model worse at once, and four sinks repair most of it: a softmax must add up to one, so a head that needs no token sends its attention to the first ones (Xiao et al., 2023). So take the window and sinks; the block-sparse pattern is for documents with parts that all tokens must read. The first Mistral 7B was trained with a window, and so was Gemma 3, in most layers.
+# Reading less makes the model worse at once, and four sinks repair most of it: a softmax must add up to one, so a head that needs no token sends its attention to the first ones (Xiao et al., 2023). This is one text of Python source and a window of a quarter, so it is not the price of the sixteenth that was timed above. If you take a window, take sinks, and look at the loss on your own texts first. The block-sparse pattern is for documents with parts that all tokens must read. The first Mistral 7B was trained with a window, and so was Gemma 3, in most layers.
 #
-# **Short texts first** is the other way to save time: a *curriculum* lengthens the rows during training, up to 2,048 tokens in the example below. What it can save is attention's share of a step. At equal compute it buys a few steps more in place of 60:
+# **Short texts first** is the other way to save time: a *curriculum* lengthens the rows during training, up to 2,048 tokens in the example below. What it can save is attention's share of a step. At equal compute it buys a few steps more in place of 60. For a large model that is no reason to do it; whether it learns better is another question:
 
 # %%
 from recipes_lib.training.curriculum import flops_per_token, steps_at_equal_compute
@@ -1229,22 +1229,23 @@ if apart.any():
     print(f"'none' leaves YaRN at {places[apart.nonzero()[0].item()]:,.0f} tokens")
 
 # %% [markdown]
-# All of this is without further training. The loss begins to climb later than the trained length ends. Linear scaling changes every angle, and costs much over most of the text. YaRN and the larger base (*dynamic*) lie on one another, close to the unscaled model in the trained part. Before a training on long texts take YaRN: it changes the least. **The line you will write tomorrow** is `rope_parameters` in config.json, which transformers and vLLM read; ours writes it and checks it.
+# All of this is without further training. The loss begins to climb later than the trained length ends. Linear scaling changes every angle, and costs much over most of the text. YaRN and the larger base (*dynamic*) lie on one another, close to the unscaled model in the trained part. *None* is the line at zero: where the others fall below it, its own loss climbs. Take YaRN before a training on long texts, because its frequencies are the same for a text of any length. Its `factor` is your length over the trained one; only 2 is tried here. **The line you will write tomorrow** is `rope_parameters` in config.json, which transformers and vLLM read; ours writes it and checks it.
 #
 # ## What did not make it into the ladder
 #
-# - **Attention by groups of heads** ([head_groups.py](../recipes_lib/attention/head_groups.py)): one more forward of attention for a smaller block. It is in [a step of 262,144 tokens](../docs/long-card.md) on 24 GB.
+# - **Attention by groups of heads** ([head_groups.py](../recipes_lib/attention/head_groups.py)): one more forward of attention for a smaller block. It is in [a step of 262,144 tokens](../docs/long-card.md) on 24 GB, which is predicted and has not run.
 # - **Several GPUs**: ring attention and Ulysses split one text. [Notebook 02](../notebooks/02_multi_gpu_training.ipynb) runs both on two ranks.
 # - **Packing** short texts: [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb).
 #
 # ## Take this into your code
 #
-# These lines are not run here, for they need the hub and a GPU. Weights stay in fp32, and autocast computes in bf16: without it a GPU takes no flash kernel. On a CPU or a T4 leave autocast out.
+# These lines are not run here, for they need the hub and a GPU. They are the last row without the step in backward, so that you can clip and accumulate. Weights stay in fp32, and autocast computes in bf16: without it a GPU takes no flash kernel. On a T4 leave autocast out; on a CPU leave out `.cuda()`, too, and write `to="disk"`.
 #
 # ```python
 # import torch
 # from transformers import AutoModelForCausalLM, AutoTokenizer
 #
+# from recipes_lib.architecture.rope import check_length
 # from recipes_lib.memory.activation_offload import offload_activations
 # from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
@@ -1253,6 +1254,7 @@ if apart.any():
 # text = open("my_text.txt").read()
 # ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids.cuda()  # [1, S]
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda().train()
+# check_length(model, ids.shape[1])  # beyond the trained positions there is no error, only a loss
 # apply_chunked_cross_entropy(model)
 # apply_tiled_mlp(model, norms=True)
 # model.activation_checkpointing_enable()
@@ -1285,7 +1287,7 @@ for row, reason in not_when.items():
     print(f"{row:<22}{each.tokens:>8,} tokens  {time_there:<16} not when {reason}")
 
 # %% [markdown]
-# Tokens are the longest text, with the recipes above it; time is that of the blocks against SDPA. A window is another model, to be trained that way: not when far tokens decide. RoPE scaling costs a little in the trained part: not when texts are no longer than that.
+# Tokens are the longest text, with the recipes above it; time is that of the blocks against SDPA. The last row forbids clipping by the norm of all gradients, accumulation and the loss scaling of fp16. A window is another model, to be trained that way: not when far tokens decide. RoPE scaling costs a little in the trained part: not when texts are no longer than that.
 #
 # ## Exercises
 #
