@@ -18,7 +18,7 @@
 # <!-- numbers:headline-01 -->
 # <!-- end -->
 #
-# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways. For each way it predicts the memory, measures it, and checks that it is still the same training.
+# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways. For each way it predicts the memory, measures it, and checks what should be equal: gradients, weights or loss.
 #
 # **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: seventeen to run on two CPU cores, an hour to read. **Has run on** two CPU cores. A GPU gets larger sizes, and no GPU has run them yet.
 #
@@ -266,11 +266,11 @@ timeline_chart(
 )
 
 # %% [markdown]
-# **The answer.** 2,269 MiB: 1,539 of weights and states, 513 of gradients, 216 of embedding copies. The top of the first tower are the logits. Their probabilities count as activations, because forward makes them; both gradients are *other*, as the embedding copies are.
+# **The answer.** 2,269 MiB: 1,539 of weights and states, 513 of gradients, 216 of embedding copies. The top of the first tower are the logits. Their log-probabilities, 324 of the activations, count there because forward makes them; both gradients are *other*, as the embedding copies are.
 #
 # The figure is also the plan. **Part A** attacks the first tower, which grows with the tokens. **Part B** attacks the second one, and the ground of both: weights and states. In the prints, *backward begins* and *forward ends* are the first tower.
 #
-# The code that predicts also measures. So two others are asked: the equation, and the operating system, which sees the whole process grow, with the holes between tensors. Leave room for them.
+# The code that predicts also measures. So two others are asked: the equation, and the operating system, which sees the whole process grow, with the holes between tensors. Leave a fifth for them.
 
 # %%
 peaks = {
@@ -442,9 +442,9 @@ print("by hand: equal to rounding; both libraries: equal to the last bit")
 ladder.climb("activation checkpointing", build(checkpointing), group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** 125 MiB: thirty inputs, and 11 of the last norm. The peak falls by 44 %. What is left of the tower are the logits, 972 MiB.
+# **The answer.** 125 MiB, which are the printed 449 without the 324 of log-probabilities: thirty inputs, and 11 of the last norm. The peak falls by 44 %. What is left of the tower are the logits, 972 MiB.
 #
-# **In your code.** It costs one more forward. Ours adds checkpoints in every second block, and *selective* ones, which keep the matrix products.
+# **In your code.** It costs one more forward. Ours adds *selective* checkpoints, which keep the matrix products.
 #
 # **The logits, too.** Those of a few hundred tokens give their part of the loss and of the gradients, and are freed. **Guess first:** 972 of 2,637 MiB are logits. Does the peak fall by most of them?
 #
@@ -466,7 +466,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** By 368 MiB only. The first tower is now 1,858, and the second one is the peak: no recipe of Part A gets below its 2,269 MiB. **In your code** take both together: one alone leaves most of the tower.
+# **The answer.** By 368 MiB only. The first tower is now 1,858, and the second one is the peak: no recipe of Part A gets below its 2,269 MiB. It even takes less time than checkpoints alone, because it skips the tokens without a label; where every token has one it will not. **In your code** take both together: one alone leaves most of the tower.
 #
 # ### 3. Activation offloading
 #
@@ -503,9 +503,9 @@ offloaded = build(step=offloaded_step)
 ladder.climb("activation offloading", offloaded, group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** A little: 2,598 MiB. Checkpointing keeps 125 MiB: thirty inputs and the last norm. Offloading keeps 87: the last block, 73, which backward needs first, the last norm, 11, and small tensors. Both leave the logits.
+# **The answer.** A little: 2,598 MiB. Checkpointing keeps 125 MiB: thirty inputs and the last norm. Offloading keeps 87 (411 less 324): the last block, 73, which backward needs first, the last norm, 11, and small tensors. Both leave the logits.
 #
-# **In your code.** Ours copies while the GPU computes, leaves the weights where they are, and can use the disk.
+# **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward. Ours copies while the GPU computes, leaves the weights where they are, and can use the disk.
 #
 # ## Faster: 16 bits and a compiler
 #
@@ -610,7 +610,7 @@ compiling = compile_seconds() - began
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not: another program on the machine changes them by more than many recipes do. So the models were kept, and now take *turns*. A disturbance can only make a turn longer, so the fastest turn of each row counts. In brackets are the smallest and the largest ratio of one round, and of the times. Where brackets overlap, neither row is called faster.
+# Bytes are the same in every run. Times are not: another program on the machine changes them by more than many recipes do. So the models were kept, and now take *turns*. A disturbance can only make a turn longer, so the fastest turn of each row counts. In brackets are the smallest and the largest ratio of one round, and of the times. Where brackets overlap, neither row is called faster. Rows run in sets, each with the baseline: × compares with the baseline of that set, and its seconds are the fastest of all sets. Compare rows of one set.
 
 # %%
 ladder.take_turns(rounds=sizes.rounds)
@@ -715,7 +715,7 @@ print(f"to nearest      {nearest.float().mean():.3f}")
 print(f"stochastically  {stochastic.float().mean():.3f}, the mean of 10,000")
 
 # %% [markdown]
-# **The answer.** Rounded to nearest, it never falls. Updates are divided by its root, so they stay too small, and no error says so. *Stochastic rounding* goes to one of the two neighbours at random, to the nearer one more often, and is right on average.
+# **The answer.** Rounded to nearest, it never falls. Updates are divided by its root, so they stay too small, and no error says so. *Stochastic rounding* goes to one of the two neighbours at random, to the nearer one more often, and is right on average. Ours rounds the second average so.
 #
 # In 8 bits each average becomes a *code*: the number of an entry in a list of 256 values, close together near zero and far apart near one. 256 neighbours share one scale. Ten steps on the same gradients:
 
@@ -763,7 +763,7 @@ for name, (optimizer_of, step) in fewer_bits.items():
     ladder.climb(name, row, **on_lean)
 
 # %% [markdown]
-# States fall from 1,026 to 513 and to 422 MiB. These are not 257, because ours keeps those of the embedding in 32 bits, as the authors of the method advise; the embedding is a fifth of this model and a small part of a large one. The last row puts recipes 6 and 7 together, with all states in 8 bits: 1,141 MiB, the floor of full fine-tuning here. (These losses cannot show the rounding, which comes after the first update.)
+# States fall from 1,026 to 513 and to 422 MiB. These are not 257, because ours keeps those of the embedding in 32 bits, as the authors of the method advise; the embedding is a fifth of this model and a small part of a large one. The last row puts recipes 6 and 7 together, with all states in 8 bits: 1,141 MiB, the least of full fine-tuning in this notebook. (These losses cannot show the rounding, which comes after the first update.)
 #
 # ### 8. Optimizer states in host memory
 #
@@ -911,7 +911,7 @@ streamed = build(qlora, apply_chunked_cross_entropy, streaming, step=step_in_16_
 ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"})
 
 # %% [markdown]
-# **The answer.** By 51: at the peak, in the loss, hardly any block is needed. (Inputs of these checkpoints count as *other*.) Here the embedding is larger than all packed blocks; in a model of 8 billion weights it is not. Such a step needs no memory on fake tensors, nor 32 blocks: each adds the same bytes at the same moment, so `any_size` goes from 2, 3 and 4 blocks to 32.
+# **The answer.** By 51: at the peak, in the loss, hardly any block is needed. (Inputs of these checkpoints count as *other*.) Here the embedding is larger than all packed blocks; in a model of 8 billion weights it is not. Such a step needs no memory on fake tensors, nor 32 blocks: each adds the same bytes at the same moment, so `any_size` takes 2 and 3 blocks, checks itself on a third size, and goes on to 32.
 
 # %%
 from recipes_lib.core.predict.any_size import any_size
@@ -937,7 +937,7 @@ for name, recipes in list(stacks.items())[-sizes.stacks :]:
     print(f"{name:<16}{peak / 2**30:>6.1f} GiB")
 
 # %% [markdown]
-# Compare the first two lines: four bits leave activations and logits as they are. **What a recipe saves depends on the others. Ask first what is at the peak.**
+# Compare the first two lines: four bits leave activations and logits as they are. **What a recipe saves depends on the others. Ask first what is at the peak.** On a GPU, `torch.cuda.max_memory_allocated()` after forward and after backward says which tower is higher, and `torch.cuda.memory._record_memory_history()` with `_dump_snapshot("s.pickle")`, opened at [pytorch.org/memory_viz](https://pytorch.org/memory_viz), of what it consists.
 #
 # **In your code.** DeepSpeed's ZeRO-3 with `offload_param` moves weights that train; for a frozen base in four bits we know of no switch. Each weight crosses the link twice a step: take many tokens per step, so that a block takes longer to compute than the next one to come.
 
@@ -946,7 +946,7 @@ ladder.take_turns(rounds=sizes.rounds)
 ladder
 
 # %% [markdown]
-# On a CPU the update with states in 8 bits takes long. On a GPU it is one kernel.
+# The rows with 8-bit states and with adapters ran in a set of their own: compare them with one another. On a GPU the update in 8 bits is one kernel.
 #
 # ### 12. Dynamic batch size
 #
@@ -988,7 +988,7 @@ print(f"limit {mib(limit)}: {expected} micro-batches predicted, {found} found")
 # %% [markdown]
 # ## Everything combined
 #
-# **For time**: 16 bits, compiled blocks, a loss in chunks. All weights train, and nothing is computed twice.
+# **For time**: 16 bits, compiled blocks, a loss in chunks. All weights train, and no block runs forward twice.
 #
 # **For memory**, each recipe removes one term. Weights: QLoRA, with 16 bits for embedding and norms. Gradients, states and embedding copies: adapters, with states in 8 bits. Activations: checkpoints around compiled blocks, with 16 bits between them. Logits: a loss in chunks.
 #
@@ -1017,11 +1017,11 @@ ladder.take_turns(rounds=sizes.rounds)
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights, half of it: 54 MiB of embedding in 16 bits, 52 of packed blocks, 19 of adapters. The largest miss of all predictions is in a compiled row.
+# **The answer.** The weights, half of it: 54 MiB of embedding in 16 bits, 52 of packed blocks, 19 of adapters. The largest miss of all predictions is that of *16 bits, compiled, chunked loss*: 105 MiB more than the predicted 2,893. Leave 6 % for compiled rows.
 #
 # ## Does it still learn?
 #
-# The plain step and both combinations train on the same batches, from the same pretrained weights. What counts is the loss on functions from modules that none of them has seen.
+# The plain step and both combinations train on the same batches, from the same pretrained weights. What counts is the loss on functions from modules that are not in the training texts.
 
 # %%
 from recipes_lib.core.data.evaluation import evaluate
@@ -1051,7 +1051,7 @@ curves = {
 }
 
 # %% [markdown]
-# *70 % less memory, and faster* says little without what it is compared with. So here are two comparisons, memory and time each: with full fine-tuning in fp32, the baseline, and with what many have today, QLoRA with checkpoints and a loss in chunks.
+# A saving says little without what it is compared with. Promises such as *70 % less memory, and faster* leave that open. So here are two comparisons, memory and time each: with full fine-tuning in fp32, the baseline, and with what many have today, QLoRA with checkpoints and a loss in chunks.
 
 # %%
 compared = ("baseline", "8-bit AdamW in backward", fast_row, "QLoRA")
@@ -1070,9 +1070,9 @@ rounding = curves["everything combined"][0][1] - curves["baseline"][0][1]
 print(f"four bits change the loss by {rounding:+.2f} before training")
 
 # %% [markdown]
-# (Four bits are a second rounding here: these weights come from a file of four bits, see above. A model in 16 bits pays another price.)
+# (Four bits are a second rounding here: these weights come from a file of four bits, see above. A model in 16 bits pays another price. On the batch that was trained, the combination is better than the QLoRA row after one update: do not read an order of quality from losses after one update. The times against QLoRA come from two sets: read *faster*, not how much.)
 #
-# With room for 2,998 MiB take *16 bits, compiled, chunked loss*. With 1,141 take *8-bit AdamW in backward*. With less take *everything combined*, which trains adapters. The losses are of one run each, with rates that were not tuned: each way learns, and [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares which learns best.
+# With room for 2,998 MiB take *16 bits, compiled, chunked loss*. With 1,141 take *8-bit AdamW in backward*, with 802 *LoRA*. With less take *everything combined*, whose base is rounded to four bits. These are bytes of tensors: the process took a fifth more, and a GPU also needs its context. The losses are of one run each, with rates that were not tuned: all three learn, and [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares which learns best.
 #
 # <!-- numbers:gpu-01 -->
 # <!-- end -->
@@ -1120,11 +1120,11 @@ table = "\n".join(lines)
 display({"text/markdown": table, "text/plain": table}, raw=True)
 
 # %% [markdown]
-# Times are in steps of the baseline. From *step in backward* on, each row stands on *16 bits, checkpointing, loss in chunks*. **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading of every activation with checkpointing. And with `auto_find_batch_size=True` the Trainer takes smaller batches, does not accumulate, and trains something else. More of both: [cheatsheet](../CHEATSHEET.md), [TRAPS.md](../TRAPS.md).
+# Times are in steps of the baseline. From *step in backward* on, each row stands on *16 bits, checkpointing, loss in chunks*. **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading of every activation with checkpointing. And with `auto_find_batch_size=True` the Trainer takes smaller batches, does not accumulate, and trains something else. The documentation of torchtitan's 16-bit states mentions no stochastic rounding: see recipe 7 before you use that switch. More of both: [cheatsheet](../CHEATSHEET.md), [TRAPS.md](../TRAPS.md).
 #
 # ## Out-of-memory doctor
 #
-# Given a model, a device and the text of an error, what should be tried first? Here PyTorch holds 2.40 GiB in pieces that it cannot use. A setting joins them, and that is not enough. So each further line is a stack of recipes with its predicted peak; *about* says that arithmetic was enough to decide; with adapters it is a tenth below the step itself, which recipe 11 has taken.
+# Given a model, a device and the text of an error, what should be tried first? Here PyTorch holds 2.40 GiB in pieces that it cannot use. The setting `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` joins them, the first line, and that is not enough. So each further line is a stack of recipes with its predicted peak; *about* says that arithmetic was enough to decide; with adapters it is a tenth below the step itself, which recipe 11 has taken.
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1148,7 +1148,7 @@ print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 # %% [markdown]
 # ## Take this home
 #
-# QLoRA with checkpoints, without this repository: replace `name` and `train`. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
+# QLoRA with checkpoints, by the libraries alone: `four_bits` and `adapters()` are those of recipes 9 and 10; write your model's name in place of `resolve(…)`, and your own rows. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
 
 # %%
 from trl import SFTConfig, SFTTrainer
@@ -1201,7 +1201,7 @@ per_token = (arithmetic.activations + arithmetic.loss) / (sizes.rows * sizes.tok
 second = arithmetic.gradients + arithmetic.copies
 print(f"from {second / per_token:,.0f} tokens on")
 
-# 3. The gradients are those of the adapters.
+# 3. LoRA's peak comes at the end of forward, before any gradient; and they are small.
 trained = equation.with_checkpointing(equation.with_adapters(arithmetic, rank=16))
 trained = equation.with_chunked_loss(trained)
 print(f"gradients: {mib(trained.gradients)} of {mib(trained.peak)}")
