@@ -12,10 +12,8 @@ long_card           docs/long-card.md: 262,144 tokens on 24 GB
 gpu                 the command of `make gpu`: every part in a process of its own
 parts, sizes        ... what it measures, and how large on each kind of machine
 versus              ... each recipe beside the library that does the same
-finetune            ... QLoRA by our loop and by the Trainer
-long_sequences, long_steps
-                    ... attention, loss and positions at growing length; the longest steps
-one_rank            ... every strategy of notebook 02 on one rank
+rope                ... loss along texts beyond the training, with each scaling of positions
+long_steps          ... the longest steps: of every weight, and of QLoRA on 24 GB
 
 study               what the programs below share: options, a file that grows, a short training
 architecture        small models trained both ways, and norms

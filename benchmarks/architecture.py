@@ -50,8 +50,6 @@ def small_models(settings: Settings) -> dict[str, Any]:
     """Every architecture, three seeds, equal tokens."""
     steps = settings.steps
     trained = compare_architectures(steps=steps, seeds=SEEDS, **SMALL)
-    for name, result in trained.items():
-        print(f"{name:<12}{result}", flush=True)
     rows = {name: asdict(result) for name, result in trained.items()}
     return {"steps": steps, "seeds": list(SEEDS), "sizes": SMALL, "rows": rows}
 
@@ -66,7 +64,6 @@ def healing(settings: Settings) -> dict[str, Any]:
             kv_heads=kv_heads, steps=steps, healing_steps=after, seeds=SEEDS, **SMALL
         )
         for seed, losses in zip(SEEDS, found):
-            print(f"4 -> {kv_heads} heads: {losses}", flush=True)
             rows.append({"kv_heads": kv_heads, "seed": seed} | losses._asdict())
     sizes = {"seeds": list(SEEDS), "sizes": SMALL}
     return {"steps": steps, "healing_steps": after, **sizes, "rows": rows}
@@ -81,14 +78,10 @@ def norms(settings: Settings) -> dict[str, Any]:
     found = []
     for where, (rows, hidden) in NORM_SIZES.items():
         for dtype in dtypes:
-            print(f"{where}, {rows} x {hidden}, {dtype}", flush=True)
             sizes = {"where": where, "rows": rows, "hidden": hidden, "dtype": str(dtype)}
             costs = compare_norms(rows=rows, hidden=hidden, dtype=dtype, rounds=rounds)
-            for name, cost in costs.items():
-                print(f"  {name:<10}{cost}", flush=True)
-                found.append(sizes | {"way": name} | cost._asdict())
+            found += [sizes | {"way": name} | cost._asdict() for name, cost in costs.items()]
             copy = copy_cost(rows=rows, hidden=hidden, dtype=dtype, rounds=rounds)
-            print(f"  copy      {copy['bytes_per_second'] / 1e9:.1f} GB/s", flush=True)
             found.append(sizes | {"way": "copy"} | copy)
     return {"rounds": rounds, "rows": found}
 
@@ -115,24 +108,15 @@ PARTS: dict[str, Callable[[Settings], dict[str, Any]]] = {
 # --- the command ----------------------------------------------------------------------------------
 
 
-def measured(
-    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def measured(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for part in options.parts:
         yield {part: PARTS[part](settings)}
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Run the parts, write the file after each, and return where it is."""
-    return study.run(
-        "architecture",
-        Settings(),
-        measured,
-        about=__doc__,
-        arguments=arguments,
-        parts=list(PARTS),
-        short=SHORT,
-    )
+    about = {"about": __doc__, "arguments": arguments, "parts": list(PARTS), "short": SHORT}
+    return study.run("architecture", Settings(), measured, **about)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 python -m benchmarks.edge
 python -m benchmarks.edge --parts times            once more, with the files that are there
 
-Five things are measured, each as a part of the run:
+Four things are measured, each as a part of the run:
 
-    export    the files are made, each in a process of its own; this takes most of the time
+    export    the files are made in another process; this takes most of the time
     quality   perplexity of the whole model: fp32, rounded in eager mode, and from the file; and
               whether the fp32 file of a short model writes the same tokens as the model
     load      a fresh process loads a file, or the model, and writes a token: seconds and memory
@@ -14,8 +14,7 @@ Five things are measured, each as a part of the run:
 The short model is SmolLM2 without most of its blocks. It talks nonsense, but its files show step by
 step where the speed comes from: fp32, four bits, and the attention that is made for a cache.
 
-The files stay in `runs/edge/smollm2`, and `runs/edge.json` is written after each part and each
-turn, so a run that is cut leaves what it has.
+The files stay in `runs/edge/smollm2`.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,26 +64,15 @@ class FileOf:
     output_bits: int | None = 8
     custom_attention: bool = True
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of `export_language_model`."""
-        return {
-            "weight_bits": self.weight_bits,
-            "output_bits": self.output_bits,
-            "custom_attention": self.custom_attention,
-        }
 
-
-# The chain of the short model, and then the whole one. `LONG` are made only if asked for.
+# The chain of the short model, and then the whole one.
 FILES = {
     "short-fp32": FileOf(SHORT, None),
     "short-4bit-plain-attention": FileOf(SHORT, 4, custom_attention=False),
     "short-4bit": FileOf(SHORT, 4),
     "whole-4bit": FileOf(WHOLE, 4),
-    "whole-4bit-everywhere": FileOf(WHOLE, 4, output_bits=4),
     "whole-fp32": FileOf(WHOLE, None),
 }
-LONG = ("whole-4bit-everywhere", "whole-fp32")
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,6 @@ class Settings:
     rounds: int = 7
     context: int = 256
     windows: int = 8
-    threads: int = 1
 
 
 def model_of(layers: int) -> Any:
@@ -110,18 +97,14 @@ def model_of(layers: int) -> Any:
 # --- export ---------------------------------------------------------------------------------------
 
 
-def export(files: dict[str, FileOf], folder: Path) -> dict[str, Any]:
+def export(folder: Path) -> dict[str, Any]:
     """Make the files that are missing, one after the other. Returns what each of them is."""
-    folder.mkdir(parents=True, exist_ok=True)
     rows = {}
-    for name, file in files.items():
-        described = folder / f"{name}.json"
-        if not described.exists():
-            print(f"exporting {name}", flush=True)
-            job = in_background(export_one, path=folder / f"{name}.pte", file=file)
-            study.save(described, job.result())
+    for name, file in FILES.items():
+        print(f"exporting {name}", flush=True)
+        job = in_background(export_one, path=folder / f"{name}.pte", file=file)
         model = model_of(file.layers)
-        rows[name] = json.loads(described.read_text()) | {
+        rows[name] = job.result() | {
             "settings": asdict(file),
             "predicted_bytes": predicted_bytes(
                 model, weight_bits=file.weight_bits, output_bits=file.output_bits
@@ -136,7 +119,9 @@ def export_one(*, path: Path, file: FileOf) -> dict[str, Any]:
     import resource
 
     start = time.process_time()
-    exported = export_language_model(model_of(file.layers), path=path, **file.options)
+    options = asdict(file)
+    model = model_of(options.pop("layers"))
+    exported = export_language_model(model, path=path, **options)
     return {
         "seconds": exported.seconds,
         "cpu_seconds": time.process_time() - start,
@@ -149,7 +134,7 @@ def export_one(*, path: Path, file: FileOf) -> dict[str, Any]:
 # --- quality --------------------------------------------------------------------------------------
 
 
-def quality(folder: Path, names: list[str], settings: Settings) -> dict[str, Any]:
+def quality(folder: Path, settings: Settings) -> dict[str, Any]:
     """Perplexity of the whole model in each form, and equal tokens of the short one in fp32."""
     tokenizer = load_tokenizer()
     rows = text_windows(
@@ -163,13 +148,13 @@ def quality(folder: Path, names: list[str], settings: Settings) -> dict[str, Any
         "perplexity": {"eager fp32": eager_perplexity(model_of(WHOLE), rows)},
         "equal_tokens": equal_tokens(folder / "short-fp32.pte", settings),
     }
-    for name in names:
-        if FILES[name].layers != WHOLE:
+    for name, file in FILES.items():
+        if file.layers != WHOLE:
             continue
-        pte = load_language_model(folder / f"{name}.pte", threads=settings.threads)
+        pte = load_language_model(folder / f"{name}.pte")
         found["perplexity"][name] = pte.perplexity(rows)
-        if FILES[name].weight_bits is not None:
-            rounded = apply_rounding(model_of(WHOLE), output_bits=FILES[name].output_bits)
+        if file.weight_bits is not None:
+            rounded = apply_rounding(model_of(WHOLE), output_bits=file.output_bits)
             found["perplexity"][f"{name}, rounded in eager"] = eager_perplexity(rounded, rows)
     return found
 
@@ -183,7 +168,7 @@ def equal_tokens(path: Path, settings: Settings) -> list[int]:
     """[how many of the first greedy tokens are those of the eager model, out of how many]."""
     prompt = a_prompt(settings)
     expected = generated(model_of(SHORT), prompt, settings.new_tokens)
-    written = load_language_model(path, threads=settings.threads).greedy(
+    written = load_language_model(path).greedy(
         prompt, settings.new_tokens
     )
     equal = 0
@@ -217,10 +202,10 @@ print(edge.measure_load(sys.argv[1], sys.argv[2]))
 """
 
 
-def load(folder: Path, names: list[str]) -> dict[str, Any]:
+def load(folder: Path) -> dict[str, Any]:
     """Seconds and memory of a fresh process, with the libraries imported before."""
     found = {}
-    ways = [f"{name}.pte" for name in names if FILES[name].layers == WHOLE]
+    ways = [f"{name}.pte" for name, file in FILES.items() if file.layers == WHOLE]
     for way in [*ways, "eager fp32", "eager bf16"]:
         command = [sys.executable, "-c", LOADED, str(folder), way]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -261,11 +246,10 @@ def measure_load(folder: str, way: str) -> str:
 # --- times ----------------------------------------------------------------------------------------
 
 
-def times(folder: Path, names: list[str], settings: Settings) -> Iterator[dict[str, Any]]:
+def times(folder: Path, settings: Settings) -> Iterator[dict[str, Any]]:
     """Seconds of each way for a prompt and for each token behind it, in turns; after each turn."""
-    torch.set_num_threads(settings.threads)
     prompt = a_prompt(settings)
-    ways = ways_of(folder, names, prompt, settings)
+    ways = ways_of(folder, prompt)
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for write in ways.values():  # the first call allocates
         write(2)
@@ -275,128 +259,53 @@ def times(folder: Path, names: list[str], settings: Settings) -> Iterator[dict[s
         yield rows
 
 
-def ways_of(
-    folder: Path, names: list[str], prompt: torch.Tensor, settings: Settings
-) -> dict[str, Callable[[int], Any]]:
+def ways_of(folder: Path, prompt: torch.Tensor) -> dict[str, Callable[[int], Any]]:
     """By name, a function that writes so many tokens behind the prompt."""
-    ways = {}
-
-    def eager(name: str, model: Any) -> None:
-        def write(new_tokens: int) -> None:
-            generated(model, prompt, new_tokens)
-
-        ways[name] = write
-
-    def from_file(name: str) -> None:
-        pte = load_language_model(folder / f"{name}.pte", threads=settings.threads)
-
-        def write(new_tokens: int) -> None:
-            pte.greedy(prompt, new_tokens)
-
-        ways[name] = write
-
-    eager("short eager fp32", model_of(SHORT))
-    eager("whole eager fp32", model_of(WHOLE))
-    eager("whole eager bf16", model_of(WHOLE).bfloat16())
-    for name in names:
-        from_file(name)
+    eager = {
+        "short eager fp32": model_of(SHORT),
+        "whole eager fp32": model_of(WHOLE),
+        "whole eager bf16": model_of(WHOLE).bfloat16(),
+    }
+    ways = {name: partial(generated, model, prompt) for name, model in eager.items()}
+    for name in FILES:
+        ways[name] = partial(load_language_model(folder / f"{name}.pte").greedy, prompt)
     return ways
 
 
 def one_turn(write: Callable[[int], Any], new_tokens: int) -> dict[str, float]:
-    """Seconds of the prompt with its first token, and of each further one, by two clocks.
-
-    The second clock counts what this process computes, so other programs disturb it little.
-    """
-    found = {}
-    for clock in (time.perf_counter, time.process_time):
-        start = clock()
-        write(1)
-        first = clock() - start
-        start = clock()
-        write(new_tokens)
-        all_of_them = clock() - start
-        found[f"{clock.__name__}_prompt"] = first
-        found[f"{clock.__name__}_token"] = (all_of_them - first) / (new_tokens - 1)
-    return found
-
-
-def tokens_per_second(rows: list[dict[str, float]], clock: str = "perf_counter") -> float:
-    """The median over the turns."""
-    return 1 / statistics.median(row[f"{clock}_token"] for row in rows)
-
-
-def ratios(
-    rows: dict[str, list[dict[str, float]]], name: str, beside: str, clock: str = "perf_counter"
-) -> list[float]:
-    """How many times as many tokens per second as `beside`, turn by turn, in rising order."""
-    key = f"{clock}_token"
-    return sorted(other[key] / own[key] for own, other in zip(rows[name], rows[beside]))
+    """Seconds of the prompt with its first token, and of each further one."""
+    start = time.perf_counter()
+    write(1)
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    write(new_tokens)
+    all_of_them = time.perf_counter() - start
+    of_a_token = (all_of_them - first) / (new_tokens - 1)
+    return {"perf_counter_prompt": first, "perf_counter_token": of_a_token}
 
 
 # --- the run --------------------------------------------------------------------------------------
 
 
-def summary(content: dict[str, Any]) -> str:
-    """A line per file and per way."""
-    lines = []
-    for name, row in content.get("export", {}).items():
-        share = row["bytes"] / row["bf16_bytes"]
-        lines.append(
-            f"{name:<28}{row['bytes'] / 1e6:8.1f} MB {share:6.1%} of bf16, "
-            f"{row['cpu_seconds']:6.0f} s of CPU, {row['delegation']['subgraphs']} subgraphs"
-        )
-    for name, value in content.get("quality", {}).get("perplexity", {}).items():
-        lines.append(f"{name:<44}perplexity {value:8.3f}")
-    for name, row in content.get("load", {}).items():
-        lines.append(f"{name:<28}load {row['seconds']:.2f} s, {row['rss'] / 1e6:.0f} MB")
-    rows = content.get("times", {})
-    for name in rows:
-        beside = f"{name.partition('-')[0].partition(' ')[0]} eager fp32"
-        found = ratios(rows, name, beside)
-        lines.append(
-            f"{name:<28}{tokens_per_second(rows[name]):8.1f} tokens/s, "
-            f"{statistics.median(found):5.2f} × eager fp32 ({found[0]:.2f} … {found[-1]:.2f})"
-        )
-    return "\n".join(lines)
-
-
-def measured(
-    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def measured(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The parts in their order, and what each found up to now."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    names = [name for name in FILES if name not in LONG or name in options.long]
-    folder = options.folder
+    folder = runs_dir() / "edge" / "smollm2"
     yield {"source": model_source()}
     if "export" in options.parts:
-        yield {"export": export({name: FILES[name] for name in names}, folder)}
+        yield {"export": export(folder)}
     if "quality" in options.parts:
-        yield {"quality": quality(folder, names, settings)}
+        yield {"quality": quality(folder, settings)}
     if "load" in options.parts:
-        yield {"load": load(folder, names)}
+        yield {"load": load(folder)}
     if "times" in options.parts:
-        for found in times(folder, names, settings):
+        for found in times(folder, settings):
             yield {"times": found}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--long", nargs="*", choices=LONG, default=[], help="further files")
-    parser.add_argument("--folder", type=Path, default=runs_dir() / "edge" / "smollm2")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the parts, and write the file after each of them."""
-    study.run(
-        "edge",
-        Settings(),
-        measured,
-        about=__doc__,
-        arguments=arguments,
-        parts=PARTS,
-        summary=summary,
-        add_options=add_options,
-    )
+    study.run("edge", Settings(), measured, about=__doc__, arguments=arguments, parts=PARTS)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ python -m benchmarks.gpu --tier cpu --fast           the same code in small size
 
 Other parts, each of these lines a call of its own, under ten minutes:
 
-python -m benchmarks.gpu --parts finetune notebook_05
-python -m benchmarks.gpu --parts attention loss rope notebook_04
-python -m benchmarks.gpu --parts ranks rank_libraries experts
+python -m benchmarks.gpu --parts notebook_05
+python -m benchmarks.gpu --parts rope notebook_04
 python -m benchmarks.gpu --parts notebook_02         on four GPUs or more
-python -m benchmarks.gpu --parts ablation            and likewise longest, context
+python -m benchmarks.gpu --parts longest             and likewise context
 
 Each part runs in a process of its own under a time limit, and its numbers are kept as soon as it
 ends: a part that fails or takes too long costs only itself.
@@ -36,11 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # Seconds that each part may take. Every line is a call of its own, under ten minutes together.
 CALLS: list[dict[str, int]] = [
     {"limits": 30, "notebook": 210, "ladder": 120, "versus": 120, "qlora": 110},
-    {"finetune": 300, "notebook_05": 280},
-    {"attention": 60, "loss": 60, "rope": 60, "notebook_04": 400},
-    {"ranks": 280, "rank_libraries": 240, "experts": 70},
+    {"notebook_05": 580},
+    {"rope": 60, "notebook_04": 520},
     {"notebook_02": 590},
-    {"ablation": 590},
     {"longest": 590},
     {"context": 590},
 ]

@@ -11,9 +11,6 @@ python -m benchmarks.image_students --short            fewer images and turns
 A student begins with the same weights and sees the same images in the same order, with its teacher
 and without. All seeds have the same images. A time does not depend on the weights, so `times` takes
 networks as they begin.
-
-It writes runs/image_students.json after each seed and each part, so a run that is cut leaves what
-it has. `python -m benchmarks.record` keeps a file in full size.
 """
 
 from __future__ import annotations
@@ -145,9 +142,7 @@ def times(settings: Settings, folder: Path) -> dict[str, Any]:
 # --- the run --------------------------------------------------------------------------------------
 
 
-def measured(
-    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def measured(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The parts in their order, and what each found up to now."""
     yield {"executorch": version("executorch")}
     if "seeds" in options.parts:
@@ -161,15 +156,8 @@ def measured(
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Measure the parts, write the file after each step of them, and return where it is."""
-    return study.run(
-        "image_students",
-        Settings(),
-        measured,
-        about=__doc__,
-        arguments=arguments,
-        parts=PARTS,
-        short=SHORT,
-    )
+    about = {"about": __doc__, "arguments": arguments, "parts": PARTS, "short": SHORT}
+    return study.run("image_students", Settings(), measured, **about)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The same weights through other programs, in turns with ours, on one thread of one core.
 
 python -m benchmarks.inference_peers
-python -m benchmarks.inference_peers --only "ours, int4" "llama.cpp, Q4_0"
 
 Every program writes the same number of tokens after the same short prompt, always the likeliest
 one. Its time per token begins with the first new token, so reading the prompt is not in it. Then it
@@ -13,8 +12,6 @@ program has written its text once, and `equal_tokens` says how many of its token
 What is not installed, or fails, gets a row that says why. Programs beside PyTorch come with
 
     pip install "llm-training-recipes[peers]"
-
-`runs/inference_peers.json` is written after each round, so a run that is cut leaves what it has.
 """
 
 from __future__ import annotations
@@ -39,14 +36,12 @@ from benchmarks.peer_programs import (
     load_transformers,
     programs_on_pytorch,
 )
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import load_text
 from recipes_lib.core.measure import there_and_back, timed
 from recipes_lib.core.model import load_tokenizer
 from recipes_lib.core.model.default_model import model_source
 
 QUESTION = "Explain to a child why the sky is blue."  # as in notebook 03
-PRODUCT_ROUNDS = 8  # repetitions of all products of a token, in each round
 
 
 @dataclass(frozen=True)
@@ -68,15 +63,14 @@ class Row:
     reason: str | None = None
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
-    products: list[float] = field(default_factory=list)
 
     def fail(self, error: Exception) -> None:
         """From now on the row says why there are no numbers."""
         self.reason = one_sentence(error)
         self.loaded = None
         self.equal_tokens = None
-        for times in (self.decode, self.prefill, self.products):
-            times.clear()
+        self.decode.clear()
+        self.prefill.clear()
 
 
 @dataclass(frozen=True)
@@ -121,9 +115,6 @@ def take_turn(row: Row, texts: Texts) -> None:
     seconds, _ = timed(partial(row.loaded.read, texts.long_text))
     row.decode.append(1e3 * seconds_per_token)
     row.prefill.append(1e3 * seconds)
-    if row.loaded.products is not None:
-        seconds = [timed(row.loaded.products)[0] for _ in range(PRODUCT_ROUNDS)]
-        row.products.append(1e3 * statistics.median(seconds))
 
 
 def write(loaded: Loaded, texts: Texts) -> tuple[list[int], float]:
@@ -159,7 +150,7 @@ def equal_from_the_first(written: Sequence[int], right: Sequence[int]) -> int:
     return len(right)
 
 
-# --- the file and the table -----------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
 def contents(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -191,10 +182,6 @@ def _content(row: Row, beside: Row | None) -> dict[str, Any]:
     if beside is not None:
         content["ratio"] = spread(ratios(row.decode, beside.decode))
         content["prefill_ratio"] = spread(ratios(row.prefill, beside.prefill))
-    if row.products:
-        products = statistics.median(row.products)
-        content["products_ms"] = products
-        content["rest_ms"] = statistics.median(row.decode) - products
     return content
 
 
@@ -217,27 +204,6 @@ def spread(values: Sequence[float]) -> dict[str, Any] | None:
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line per row: megabytes, milliseconds, how it compares with ours, and equal tokens."""
-    header = ("", "MB", "ms per token", "ms prompt", "times ours", "equal")
-    lines = ["{:<38}{:>5}  {:<21}{:>10}  {:<19}{:>5}".format(*header)]
-    for row in rows:
-        if row["decode_ms"] is None:
-            lines.append(f"{row['name']:<38}{row['reason'] or 'not timed yet'}")
-            continue
-        megabytes = f"{row['weight_bytes'] / 1e6:.0f}"
-        line = f"{row['name']:<38}{megabytes:>5}  {_in_brackets(row['decode_ms']):<21}"
-        line += f"{row['prefill_ms']['median']:>10.0f}  {_in_brackets(row['ratio']):<19}"
-        lines.append(f"{line}{row['equal_tokens']:>5}")
-    return "\n".join(lines)
-
-
-def _in_brackets(values: dict[str, Any] | None) -> str:
-    if values is None:
-        return ""
-    return f"{values['median']:.2f} ({values['low']:.2f}–{values['high']:.2f})"
-
-
 # --- the run --------------------------------------------------------------------------------------
 
 
@@ -248,8 +214,6 @@ def all_programs() -> list[Peer]:
 
 def texts_of(*, new_tokens: int, prompt: int) -> Texts:
     """The question of notebook 03, and `prompt` tokens of Python's standard library to read."""
-    check_whole(new_tokens=new_tokens, least=2)
-    check_whole(prompt=prompt)
     tokenizer = load_tokenizer()
     question = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_dict=True
@@ -261,16 +225,12 @@ def texts_of(*, new_tokens: int, prompt: int) -> Texts:
 
 def stay_on_one_core() -> None:
     """All programs run where this process may run. Not every system can say where that is."""
-    torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
-def measured(
-    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def measured(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows after each round."""
-    peers = [peer for peer in all_programs() if not options.only or peer.name in options.only]
     stay_on_one_core()
     texts = texts_of(new_tokens=settings.new_tokens, prompt=settings.prompt)
     facts = {
@@ -280,31 +240,14 @@ def measured(
         "prefill_tokens": len(texts.long_text),
     }
     reference = partial(load_transformers, torch.float32)
-    rounds = compare(peers, texts, reference=reference, rounds=settings.rounds)
+    rounds = compare(all_programs(), texts, reference=reference, rounds=settings.rounds)
     for done, rows in enumerate(rounds):
         yield facts | {"rounds": done, "rows": contents(rows)}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    names = [peer.name for peer in all_programs()]
-    parser.add_argument("--only", nargs="+", choices=names, help="rows of the table")
-
-
-def summary(content: dict[str, Any]) -> str:
-    return f"after round {content['rounds']}\n{table(content['rows'])}"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all programs, and write the file after each round."""
-    study.run(
-        "inference_peers",
-        Settings(),
-        measured,
-        about=__doc__,
-        arguments=arguments,
-        summary=summary,
-        add_options=add_options,
-    )
+    study.run("inference_peers", Settings(), measured, about=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,6 @@ Three things are measured, each as a part of the run:
 
 A time does not depend on the weights, so in `times` only the size of `PIXELS` is trained. The other
 networks have their first weights.
-
-It writes runs/int8_images.json after each part and each size, so a run that is cut leaves what it
-has. `python -m benchmarks.record` keeps a file in full size.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import study, turns
-from benchmarks.render import middle, over
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.core.data.images import Images, handwritten_digits
 from recipes_lib.core.measure.runs import runs_dir
@@ -201,7 +197,6 @@ def times(
             models, an_image(pixels), turns=settings.turns, seconds=settings.seconds
         )
         rows.append({"pixels": pixels, "milliseconds": of_ways})
-        print(line_of(rows[-1]), flush=True)
         yield rows
 
 
@@ -220,19 +215,7 @@ def an_image(pixels: int) -> torch.Tensor:
 # --- the run --------------------------------------------------------------------------------------
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """One size in words."""
-    of_ways = row["milliseconds"]
-    of_fp32 = statistics.median(of_ways[FP32])
-    parts = [f"{row['pixels']:4d} pixels: fp32 {of_fp32:.2f} ms"]
-    for way in WAYS:
-        parts.append(f"{way} {middle(over(of_ways[FP32], of_ways[way]))}")
-    return "; ".join(parts)
-
-
-def measured(
-    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def measured(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The parts in their order, and what each found up to now."""
     yield {"pixels": PIXELS, "width": WIDTH, "onnxruntime": version("onnxruntime")}
     parts = options.parts
@@ -240,7 +223,6 @@ def measured(
     files = None
     if "accuracy" in parts:
         files, found = trained_files(settings, folder / "trained")
-        print(found, flush=True)
         yield {"accuracy": found}
     if "layers" in parts:
         of_layers = files
@@ -254,15 +236,8 @@ def measured(
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Measure the parts, write the file after each step of them, and return where it is."""
-    return study.run(
-        "int8_images",
-        Settings(),
-        measured,
-        about=__doc__,
-        arguments=arguments,
-        parts=PARTS,
-        short=SHORT,
-    )
+    about = {"about": __doc__, "arguments": arguments, "parts": PARTS, "short": SHORT}
+    return study.run("int8_images", Settings(), measured, **about)
 
 
 if __name__ == "__main__":

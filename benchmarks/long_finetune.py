@@ -3,8 +3,7 @@
 python -m benchmarks.long_finetune
 
 Each trains SmolLM2 on functions of the standard library and their docstrings, on the same rows in
-the same order. Every few steps the loss of the same held-out rows is taken, and at the end the
-model writes answers, uncut. `runs/long_finetune.json` is written after each point.
+the same order. Every few steps the loss of the same held-out rows is taken.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from typing import Any
 
 from benchmarks import study
 from recipes_lib.core.data import load_instructions
-from recipes_lib.core.data.chat import IGNORED
-from recipes_lib.core.data.evaluation import generate_answers
 from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.default_model import model_source
@@ -38,13 +35,9 @@ class Length:
     tokens: int = 160  # of a row at most
     held_out: int = 60  # rows
     every: int = 20  # steps between two points
-    answers: int = 6
-    answer_tokens: int = 80
 
 
-def train(
-    length: Length, options: argparse.Namespace, older: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def train(length: Length, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The result so far, after each point."""
     tokenizer = load_tokenizer()
     pad = tokenizer.pad_token_id
@@ -54,28 +47,14 @@ def train(
             tokenizer, split="validation", max_tokens=length.tokens, limit=length.held_out
         )
     )
-    asked = held_out[: length.answers]
-    wanted = [
-        tokenizer.decode([token for token in row["labels"] if token != IGNORED][:-1])
-        for row in asked
-    ]
-
-    def answers_of(model: Any) -> list[str]:
-        return generate_answers(
-            model, tokenizer=tokenizer, prompts=asked, max_new_tokens=length.answer_tokens
-        )
-
-    model = load_model()
-    before = held_out_losses(model, held_out, pad_token_id=pad)
+    before = held_out_losses(load_model(), held_out, pad_token_id=pad)
     content: dict[str, Any] = {
         "settings": asdict(length) | {"rates": RATES},
         "source": model_source(),
         "pairs": len(rows),
-        "wanted": wanted,
-        "before": {"loss": before.mean, "answers": answers_of(model)},
+        "before": before.mean,
         "curves": {},
         "verdicts": {},
-        "answers": {},
     }
     for method, rate in RATES.items():
         seed_everything(0)
@@ -100,24 +79,15 @@ def train(
             if done % length.every == 0 or done == length.steps:
                 after = held_out_losses(model, held_out, pad_token_id=pad)
                 points.append((done, after.mean))
+                print(f"{method}: step {done}, held-out loss {after.mean:.3f}", flush=True)
                 yield content
         content["verdicts"][method] = vars(compare(before, after))
-        content["answers"][method] = answers_of(model)
         yield content
-
-
-def summary(content: dict[str, Any]) -> str:
-    """A line per method: where it is."""
-    lines = []
-    for method, points in content["curves"].items():
-        done, loss = points[-1]
-        lines.append(f"{method}: step {done}, held-out loss {loss:.3f}")
-    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and write the file after each point."""
-    study.run("long_finetune", Length(), train, about=__doc__, arguments=arguments, summary=summary)
+    study.run("long_finetune", Length(), train, about=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

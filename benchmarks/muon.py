@@ -1,6 +1,6 @@
 """Muon beside AdamW: every weight of SmolLM2 fine-tuned on the same rows, several seeds.
 
-python -m benchmarks.muon --minutes 40
+python -m benchmarks.muon
 
 Each optimizer gets the same learning rates, as `muon_adamw` scales its steps like those of AdamW.
 All runs begin with the pretrained weights; a seed decides which rows come, and in which order. The
@@ -8,7 +8,6 @@ rate warms up in a tenth of the steps and falls to zero. Losses are of the same 
 nats per target.
 
 A run is `seconds` per step, too, but nothing here takes turns: compare them only roughly.
-`runs/muon.json` is written after each run, and a study that was cut goes on where it was.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,14 +51,8 @@ class Settings:
     rates: tuple[float, ...] = (2e-4, 6e-4)
 
 
-def compare(
-    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """The study after each run; runs of an older file with the same settings are taken over.
-
-    No run begins once `options.minutes` are over.
-    """
-    known = {(run["optimizer"], run["lr"], run["seed"]): run for run in runs_of(older, settings)}
+def compare(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The study after each run."""
     tokenizer = load_tokenizer()
     rows = list(load_instructions(tokenizer, max_tokens=settings.tokens, limit=1000))
     held_out = list(
@@ -68,17 +61,9 @@ def compare(
         )
     )
     pad = tokenizer.pad_token_id
-    started = time.perf_counter()
     before = held_out_losses(load_model(), held_out, pad_token_id=pad).mean
     content: dict[str, Any] = {"source": model_source(), "before": before, "runs": []}
     for seed, rate, name in itertools.product(range(settings.seeds), settings.rates, OPTIMIZERS):
-        if (name, rate, seed) in known:
-            content["runs"].append(known[name, rate, seed])
-            yield content
-            continue
-        if options.minutes and time.perf_counter() - started > 60 * options.minutes:
-            yield {"cut": True}
-            return
         chosen = {"rate": rate, "seed": seed, "settings": settings}
         result = train(name, rows, held_out, pad_token_id=pad, **chosen)
         content["runs"].append({"optimizer": name, "lr": rate, "seed": seed} | result)
@@ -131,38 +116,9 @@ def train(
     }
 
 
-def runs_of(older: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
-    """The runs of an older file, if they were made with these settings; rates may be others."""
-    # As a file holds it: a list for a tuple.
-    wanted = {**asdict(settings), "rates": None}
-    if older.get("settings", {}) | {"rates": None} != wanted:
-        return []
-    return older["runs"]
-
-
-def summary(content: dict[str, Any]) -> str:
-    """One line per optimizer and rate: the losses of its seeds."""
-    lines = [f"before: {content['before']:.3f}"]
-    losses: dict[tuple[str, float], list[float]] = {}
-    for run in content["runs"]:
-        losses.setdefault((run["optimizer"], run["lr"]), []).append(run["loss"])
-    for (name, rate), values in sorted(losses.items()):
-        words = " ".join(f"{loss:.3f}" for loss in values)
-        lines.append(f"{name:<6} {rate:.0e}: {words}")
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the study, and write the file after each run."""
-    study.run(
-        "muon",
-        Settings(),
-        compare,
-        about=__doc__,
-        arguments=arguments,
-        minutes=True,
-        summary=summary,
-    )
+    study.run("muon", Settings(), compare, about=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

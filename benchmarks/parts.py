@@ -1,7 +1,7 @@
 """The parts of `benchmarks.gpu`: each measures one thing, and keeps what it has by itself.
 
-What is beside a library, or long, is in files of its own: `versus`, `finetune`, `one_rank`,
-`long_sequences`, `long_steps`. The arguments of all parts are in `sizes`.
+What is beside a library, or long, is in files of its own: `versus`, `rope`, `long_steps`. The
+arguments of all parts are in `sizes`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import long_sequences, long_steps, one_rank
-from benchmarks.finetune import Sizes, compare_updates, compare_ways
+from benchmarks import long_steps
 from benchmarks.record import RESULTS, keep, keep_run
+from benchmarks.rope import stretched
 from benchmarks.sizes import size_of
 from benchmarks.versus import compare, pairs
 from recipes_lib.core.measure import PeakMemory, measure
@@ -78,7 +78,7 @@ def notebook_02() -> None:
     With fewer its ranks run on the CPU, and a CPU's times do not belong to a GPU.
     """
     if machine().device == "cuda" and torch.cuda.device_count() < 4:
-        print("left out: notebook 02 wants four GPUs; the part `ranks` shows what one can")
+        print("left out: notebook 02 wants four GPUs")
         return
     run_notebook("02")
 
@@ -179,51 +179,9 @@ def qlora() -> None:
     keep("qlora", content, folder=out_dir())
 
 
-def finetune() -> None:
-    """QLoRA of an 8B shape by our loop and by the Trainer, with and without Liger.
-
-    And AdamW's update in 8 bits.
-    """
-    content: dict[str, Any] = {}
-    for content in compare_ways(Sizes(**size_of("finetune"))):
-        keep("finetune", content, folder=out_dir())
-    for updates in compare_updates(full_bench()):
-        keep("finetune", content | updates, folder=out_dir())
-
-
-def attention() -> None:
-    """Attention of one layer at growing length: eager, and the best kernel."""
-    keep_each("attention", long_sequences.compare_attention(**size_of("attention")))
-
-
-def loss() -> None:
-    """The loss over a large vocabulary, beside the libraries."""
-    keep_each("loss", long_sequences.compare_losses(**size_of("loss")))
-
-
 def rope() -> None:
     """SmolLM2 on texts longer than its training, with each RoPE scaling."""
-    keep_each("rope", long_sequences.stretched(**size_of("rope")))
-
-
-def ranks() -> None:
-    """Notebook 02 on one rank: what each strategy keeps, and what it costs by itself."""
-    keep_each("ranks", one_rank.strategies(**size_of("ranks")))
-
-
-def rank_libraries() -> None:
-    """DeepSpeed, QLoRA on shards and checkpoints on one rank."""
-    keep_each("rank_libraries", one_rank.by_libraries(**size_of("rank_libraries")))
-
-
-def experts() -> None:
-    """A mixture of experts: the loop over experts, and the grouped product."""
-    keep_each("experts", one_rank.experts(**size_of("experts")))
-
-
-def ablation() -> None:
-    """Full fine-tuning of an 8B shape on one card: which recipe brings how many tokens."""
-    keep_each("ablation", long_steps.ablation(**size_of("ablation")))
+    keep_each("rope", stretched(**size_of("rope")))
 
 
 def longest() -> None:
@@ -286,17 +244,10 @@ PARTS: dict[str, Callable[[], None]] = {
     "ladder": ladder,
     "versus": versus,
     "qlora": qlora,
-    "finetune": finetune,
     "notebook_05": notebook_05,
-    "attention": attention,
-    "loss": loss,
     "rope": rope,
     "notebook_04": notebook_04,
-    "ranks": ranks,
-    "rank_libraries": rank_libraries,
-    "experts": experts,
     "notebook_02": notebook_02,
-    "ablation": ablation,
     "longest": longest,
     "context": context,
 }

@@ -61,15 +61,13 @@ class Loaded:
     """A program with its weights.
 
     `write(prompt, new_tokens, stopwatch)` gives the new tokens, and `read(prompt)` computes the
-    logits of the last token. `weight_bytes` are those that a token reads. `products()` computes the
-    linear layers of one token and nothing else, where we can ask for that.
+    logits of the last token. `weight_bytes` are those that a token reads.
     """
 
     write: Write
     read: Callable[[Sequence[int]], None]
     weight_bytes: int
     version: str
-    products: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,13 +111,7 @@ def load_ours(change: Callable[[Any], Any]) -> Loaded:
     def read(prompt: Sequence[int]) -> None:
         greedy(decoder, prompt, new_tokens=1)
 
-    return Loaded(
-        write,
-        read,
-        bytes_per_token(decoder),
-        metadata.version("llm-training-recipes"),
-        partial(products_of_one_token, decoder),
-    )
+    return Loaded(write, read, bytes_per_token(decoder), metadata.version("llm-training-recipes"))
 
 
 class _Timed:
@@ -136,15 +128,6 @@ class _Timed:
         logits = self.decoder(*tokens_and_cache, **options)
         self.stopwatch.token()
         return logits
-
-
-@torch.inference_mode()
-def products_of_one_token(decoder: Any) -> None:
-    """Every linear layer once, on numbers that do not matter."""
-    dtype = decoder.embedding.weight.dtype
-    for layer in decoder.modules():
-        if isinstance(layer, nn.Linear) or hasattr(layer, "bytes_per_weight"):
-            layer(torch.ones(1, 1, layer.in_features, dtype=dtype))
 
 
 # --- transformers, and what changes its layers ----------------------------------------------------

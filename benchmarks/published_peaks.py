@@ -1,7 +1,6 @@
 """Peaks of memory that others have published, beside what this package predicts for them.
 
-python -m benchmarks.published_peaks          all rows, some minutes of one core, no GPU
-python -m benchmarks.published_peaks QLoRA    those with this word in their name
+python -m benchmarks.published_peaks          some minutes of one core, no GPU
 
 Each line of published_peaks.jsonl is a measurement of another program on a GPU, in a setting that
 its source describes. The step is built here in that setting and in full size, and predicted on
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.record import keep, newest
+from benchmarks.record import keep
 from recipes_lib.core.measure.machine import GIB
-from recipes_lib.core.measure.runs import provenance
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import trunk
 from recipes_lib.core.predict import CARDS, Build, predict
@@ -225,26 +222,14 @@ def compare(row: Published) -> dict[str, Any]:
     return found | {"off": found[compared] / found["published_bytes"] - 1}
 
 
-def main(words: list[str]) -> None:
-    """Predict rows, print them, and keep them; the others keep what is recorded of them today."""
-    found = {}
-    kept = newest("published_peaks")
-    if words and kept is not None and kept.date == provenance()["date"]:
-        found = {name: {"name": name} | plain(row) for name, row in kept.rows.items()}
+def main() -> None:
+    """Predict all rows, print them, and keep them."""
+    found = []
     for row in rows():
-        if all(word in row.name for word in words):
-            found[row.name] = compare(row)
-            sizes = [f"{key} {found[row.name][f'{key}_bytes'] / GIB:.2f}" for key in SIZES]
-            print(f"{row.name}: {', '.join(sizes)} GiB, {found[row.name]['off']:+.1%}", flush=True)
-    print(keep("published_peaks", {"rows": list(found.values())}))
+        found.append(compare(row))
+        print(found[-1], flush=True)
+    print(keep("published_peaks", {"rows": found}))
 
-
-def plain(row: dict[str, Any]) -> dict[str, Any]:
-    """A recorded row as `compare` gives it."""
-    return {key: float(value) if key == "off" else int(value) for key, value in row.items()}
-
-
-SIZES = ("published", "requested", "allocated", "reserved")
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

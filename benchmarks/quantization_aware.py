@@ -17,13 +17,11 @@ not, so the first way is the control: of what its rounding costs, how much do th
     share = (perplexity of the control, rounded - that of the way, rounded)
             / (perplexity of the control, rounded - that of the control, not rounded)
 
-The same share of the untrained model is larger, as it counts what the text has taught. Both are
-printed. The weights that the package carries were stored in another four-bit grid before: groups of
+The weights that the package carries were stored in another four-bit grid before: groups of
 32, with an offset. On that grid rounding would cost nothing and prove nothing; this one is coarser.
 
 A seed decides which rows come, and in which order. Perplexity is that of held-out modules in fp32.
-On a CPU seconds are those of this thread. `runs/quantization_aware.json` is written after each run
-of a way, so a run that is cut leaves what it has.
+On a CPU seconds are those of this thread.
 """
 
 from __future__ import annotations
@@ -59,7 +57,6 @@ WAYS = (CONTROL, "aware", "aware + teacher")
 class Settings:
     """What is trained, and for how long. `steps` are those of each run."""
 
-    ways: tuple[str, ...] = WAYS
     seeds: int = 3
     steps: int = 12
     weight_bits: int = 4
@@ -83,14 +80,12 @@ class Settings:
         return self.aware_lr
 
 
-def compare(
-    settings: Settings, options: argparse.Namespace, older: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def compare(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What there is after each run. `options.minutes` decide the steps, if given."""
     text = partial(study.text_rows, load_tokenizer(), tokens=settings.seq)
     held_out = text("validation", count=settings.held_out)
     if options.minutes is not None:
-        models = [partial(prepared, way, settings) for way in settings.ways]
+        models = [partial(prepared, way, settings) for way in WAYS]
         seconds = 60 * options.minutes / settings.seeds
         batch = study.batch_of(held_out[: settings.rows])
         settings = replace(settings, steps=study.steps_that_fit(models, batch, seconds=seconds))
@@ -102,7 +97,7 @@ def compare(
         "runs": [],
     }
     for seed in range(settings.seeds):
-        for way in settings.ways:
+        for way in WAYS:
             content["runs"].append(train(way, pool, held_out, settings=settings, seed=seed))
             yield content
 
@@ -154,42 +149,10 @@ def both_perplexities(model: Any, held_out: Sequence[Row], settings: Settings) -
     return {"full": full, "rounded": math.exp(held_out_loss(model, held_out))}
 
 
-def share_won_back(control: dict[str, float], rounded: float) -> float:
-    """Which part of the control's cost of rounding a model with this perplexity saves."""
-    return (control["rounded"] - rounded) / (control["rounded"] - control["full"])
-
-
-def summary(content: dict[str, Any]) -> str:
-    """A line per run: both perplexities, and both shares that are won back."""
-    untrained = content["untrained"]
-    lines = [
-        f"{'untrained':<18}{untrained['full']:.2f}, rounded {untrained['rounded']:.2f}; "
-        f"{content['settings']['steps']} steps of each run"
-    ]
-    controls = {run["seed"]: run for run in content["runs"] if run["way"] == CONTROL}
-    for run in content["runs"]:
-        words = [f"{run['way']:<18}{run['full']:.2f}, rounded {run['rounded']:.2f}"]
-        words.append(f"won back {share_won_back(untrained, run['rounded']):.0%} of the untrained")
-        if run["seed"] in controls:
-            share = share_won_back(controls[run["seed"]], run["rounded"])
-            words.append(f"{share:.0%} of the control")
-        words.append(f"{run['seconds_per_step']:.2f} s per step")
-        lines.append(", ".join(words))
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison, and write the file after each run of a way."""
-    study.run(
-        "quantization_aware",
-        Settings(),
-        compare,
-        about=__doc__,
-        arguments=arguments,
-        choices={"ways": WAYS},
-        minutes=True,
-        summary=summary,
-    )
+    about = {"about": __doc__, "arguments": arguments}
+    study.run("quantization_aware", Settings(), compare, minutes=True, **about)
 
 
 if __name__ == "__main__":

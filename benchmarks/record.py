@@ -190,6 +190,7 @@ def keep(
         folder: by default benchmarks/results.
     """
     facts = facts or provenance()
+    content = {key: value for key, value in content.items() if key not in MACHINE}
     path = (folder or RESULTS) / results_file(facts)
     path.parent.mkdir(parents=True, exist_ok=True)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
@@ -228,12 +229,11 @@ def keep_run(path: Path, *, folder: Path | None = None) -> Path:
         raise ValueError(f"{path} was measured with RECIPES_FAST=1: run it in full size first")
     if not run.get("complete", True):
         raise ValueError(f"{path} was cut, or is short: record it when the whole run has ended")
-    content = {key: value for key, value in run.items() if key not in MACHINE}
     number, _, _ = path.stem.partition("_")
     notebook = path.stem
     if number.isdigit():
         notebook = number  # 01_large_models_limited_hardware
-    return keep(notebook, content, facts=run, folder=folder)
+    return keep(notebook, run, facts=run, folder=folder)
 
 
 # --- read ---------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
     study.run("muon", Settings(), compare, about=__doc__)
 
 Every field of the settings is an option of the command line. The file is written after each thing
-that was measured, so a run that is cut leaves what it has; it says `complete` only when the whole
-run in full size has ended, and `benchmarks.record` takes no other.
+that was measured, and the table that it becomes is printed, so a run that is cut leaves what it
+has. The file says `complete` only when the whole run in full size has ended, and
+`benchmarks.record` takes no other.
 
 What several programs measure in the same way is here, too: seconds, and a short training.
 """
@@ -12,9 +13,11 @@ What several programs measure in the same way is here, too: seconds, and a short
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
@@ -23,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import write_whole
+from benchmarks.record import keep, write_whole
 from recipes_lib.core.data import collate, load_text
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.data.evaluation import text_windows
@@ -31,12 +34,20 @@ from recipes_lib.core.measure.machine import machine, synchronize
 from recipes_lib.core.measure.runs import provenance, runs_dir
 
 # What has to be the same for parts that stand in one file.
-SAME = ("name", "native_bf16", "date", "fast", "threads", "short")
+SAME = ("name", "native_bf16", "date", "fast", "short")
 PAD = 0  # no row is padded
+# The blocks of `templates/tables.j2` that a program fills, where they have other names.
+BLOCKS = {
+    "architecture": ("architecture", "healing", "norms"),
+    "image_students": ("students",),
+    "int8_images": ("int8",),
+    "inference_peers": ("peers",),
+    "quantization_aware": ("grids",),
+}
 
 Content = dict[str, Any]
-# (settings, options, the older file) -> what there is to write, again and again
-Measured = Callable[[Any, argparse.Namespace, Content], Iterator[Content]]
+# (settings, options) -> what there is to write, again and again
+Measured = Callable[[Any, argparse.Namespace], Iterator[Content]]
 
 # --- the command ----------------------------------------------------------------------------------
 
@@ -51,9 +62,6 @@ def run(
     parts: Sequence[str] = (),
     short: Any = None,
     minutes: bool = False,
-    choices: dict[str, Sequence[str]] | None = None,
-    summary: Callable[[Content], str] | None = None,
-    add_options: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> Path:
     """Measure, write `runs/<name>.json` after each step, and return where it is.
 
@@ -64,68 +72,51 @@ def run(
         parts: that can be measured one by one with `--parts`.
         short: the settings of `--short`.
         minutes: whether the time can be limited with `--minutes`.
-        choices: of a field of the settings.
-        summary: what to print after each step.
     Raises ValueError if only some parts run and the others in the file are of another machine or
     day.
     """
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    parser.add_argument("--file", default=f"{name}.json", help="in runs/")
     if minutes:
         parser.add_argument("--minutes", type=float, help="of all runs together")
     if parts:
         parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     if short is not None:
         parser.add_argument("--short", action="store_true", help="small sizes")
-    _add_settings(parser, settings, choices or {})
-    if add_options is not None:
-        add_options(parser)
+    _add_settings(parser, settings)
     options = parser.parse_args(arguments)
-    given = getattr(options, "short", False)
-    if given:
+    is_short = getattr(options, "short", False)
+    if is_short:
         settings = short
     chosen = {field.name: getattr(options, field.name) for field in fields(settings)}
     settings = replace(settings, **{name: v for name, v in chosen.items() if v is not None})
 
-    path = runs_dir() / options.file
-    facts = provenance() | {"threads": options.threads, "short": given}
-    older: Content = {}
-    if path.exists():
-        older = json.loads(path.read_text(encoding="utf-8"))
-    kept = [part for part in parts if part not in options.parts]
+    path = runs_dir() / f"{name}.json"
+    facts = provenance() | {"short": is_short}
     content = facts | {"settings": asdict(settings), "complete": False}
-    content |= parts_to_keep(path, older, facts, kept)
-    torch.set_num_threads(options.threads)
-    for found in measured(settings, options, older):
+    if parts:
+        content |= parts_to_keep(path, facts, [part for part in parts if part not in options.parts])
+    torch.set_num_threads(1)
+    for found in measured(settings, options):
         content |= found
         save(path, content)
-        if summary is not None:
-            print(summary(content), flush=True)
-    cut = content.pop("cut", False)  # what a program says that ends before all is measured
-    content["complete"] = not given and not cut and all(part in content for part in parts)
+        print(*filter(None, tables(name, content)), sep="\n\n", flush=True)
+    content["complete"] = not is_short and all(part in content for part in parts)
     save(path, content)
     print(path)
     return path
 
 
-def _add_settings(
-    parser: argparse.ArgumentParser, settings: Any, choices: dict[str, Sequence[str]]
-) -> None:
-    if "threads" not in vars(settings):
-        parser.add_argument("--threads", type=int, default=1, help="of PyTorch; by default one")
+def _add_settings(parser: argparse.ArgumentParser, settings: Any) -> None:
     for field in fields(settings):
         default = getattr(settings, field.name)
         kind = type(default)
         many = {}
-        if default is None:
-            kind = int
-        elif isinstance(default, tuple):
+        if isinstance(default, tuple):
             kind = type(default[0])
             many = {"nargs": "+"}
         option = f"--{field.name.replace('_', '-')}"
         # No default: the settings may be those of `--short`.
-        words = {"help": f"by default {default}", "choices": choices.get(field.name)}
-        parser.add_argument(option, type=kind, **many, **words)
+        parser.add_argument(option, type=kind, **many, help=f"by default {default}")
 
 
 def save(path: Path, content: Content) -> None:
@@ -133,12 +124,27 @@ def save(path: Path, content: Content) -> None:
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
-def parts_to_keep(path: Path, older: Content, facts: Content, parts: Sequence[str]) -> Content:
-    """Those of `parts` that the older file holds and that do not run again.
+def tables(name: str, content: Content) -> Iterator[str]:
+    """What the texts will show of it, as far as it goes."""
+    from benchmarks.render import block  # here: it takes long to import
 
-    Raises ValueError where the older file is not of this machine and day: its parts would get the
-    date of today.
+    with tempfile.TemporaryDirectory() as folder:
+        keep(name, content, facts=content, folder=Path(folder))
+        for key in BLOCKS.get(name, (name,)):
+            # A look at the numbers ends no measurement: a table may want what is not there yet.
+            with contextlib.suppress(Exception):
+                yield block(key, folder=Path(folder))
+
+
+def parts_to_keep(path: Path, facts: Content, parts: Sequence[str]) -> Content:
+    """Those of `parts` that the file holds and that do not run again.
+
+    Raises ValueError where it is not of this machine and day: its parts would get the date of
+    today.
     """
+    older: Content = {}
+    if path.exists():
+        older = json.loads(path.read_text(encoding="utf-8"))
     kept = {part: older[part] for part in parts if part in older}
     for key in SAME:
         if kept and older.get(key) != facts.get(key):
@@ -180,7 +186,6 @@ def train(
     steps: int,
     rows: int,
     seed: int,
-    after_step: Callable[[int], None] | None = None,
 ) -> dict[str, float]:
     """`steps` steps on rows that the seed chooses from the pool. Gives the seconds that they took.
 
@@ -200,8 +205,6 @@ def train(
         train_step(model, optimizer, batch)
         seconds.append(clock() - start)
         schedule.step()
-        if after_step is not None:
-            after_step(number + 1)
     return {"seconds": sum(seconds), "seconds_per_step": statistics.median(seconds)}
 
 
