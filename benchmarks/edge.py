@@ -168,9 +168,7 @@ def equal_tokens(path: Path, settings: Settings) -> list[int]:
     """[how many of the first greedy tokens are those of the eager model, out of how many]."""
     prompt = a_prompt(settings)
     expected = generated(model_of(SHORT), prompt, settings.new_tokens)
-    written = load_language_model(path).greedy(
-        prompt, settings.new_tokens
-    )
+    written = load_language_model(path).greedy(prompt, settings.new_tokens)
     equal = 0
     while equal < len(expected) and written[equal] == expected[equal]:
         equal += 1

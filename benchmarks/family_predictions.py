@@ -21,12 +21,13 @@ from recipes_lib.report.ladders.memory import ReadyStep
 from tests.families.configs import VOCABULARY, quiet, tiny_model
 
 BATCH = (2, 128)  # rows, and tokens of each
+# By the name of its configuration.
 FAMILIES = """
 Llama Mistral Qwen2 Qwen3 Qwen3Moe Qwen3Next DeepseekV3 Llama4Text Mixtral GptOss Phi Phi3 Falcon
 GPTNeoX GPTJ Glm Glm4 Bloom OPT GPT2 Gemma Gemma2 Gemma3Text Cohere Cohere2 Exaone4 Granite
 GraniteMoe Olmo Olmo2 Olmoe Starcoder2 StableLm Nemotron SmolLM3 Ministral Mamba Mamba2 Jamba Lfm2
 Mpt Bamba FalconH1
-""".split()
+"""
 
 
 def build_of(family: str, *, checkpointed: bool) -> Build:
@@ -74,7 +75,7 @@ def main() -> None:
     """Compare all families, print each, and keep them."""
     torch.set_num_threads(1)
     rows = []
-    for family in FAMILIES:
+    for family in FAMILIES.split():
         rows.append(compare(family))
         print(rows[-1], flush=True)
     rows_and_tokens = {"batch_rows": BATCH[0], "batch_tokens": BATCH[1]}

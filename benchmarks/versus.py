@@ -7,7 +7,6 @@ weights on the same batch, so their losses must agree, and the time is a ratio m
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.measure import in_turns, measure
@@ -108,11 +106,7 @@ def trainer_accumulation(model: Any, bench: Bench) -> Side:
 def transformers_checkpointing(model: Any, bench: Bench) -> Side:
     """The library's own checkpointing, with use_reentrant=False by default."""
     model.train()  # without this, transformers does not checkpoint
-    # The newer name came in transformers 5.2x, and the older one warns there.
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable()
-    else:
-        model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     return Side(bench.plain(model))
 
 
@@ -203,19 +197,13 @@ def pairs() -> dict[str, Pair]:
     for technique, (name, arrange) in libraries.items():
         found[technique] = Pair(recipe(technique), name, arrange)
     # On a CPU there is no pinned memory: PyTorch raises an error at the library's first block.
-    if machine().device == "cuda" and transformers_offloads_checkpoints():
+    if machine().device == "cuda":
         found["activation_checkpointing_and_offload"] = Pair(
             offloaded_checkpoints,
             "transformers activation_checkpointing_enable(offload=True)",
             transformers_offloaded_checkpoints,
         )
     return found
-
-
-def transformers_offloads_checkpoints() -> bool:
-    """Whether this transformers can hold the checkpoints in host memory."""
-    enable = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
-    return enable is not None and "offload" in inspect.signature(enable).parameters
 
 
 def compare(bench: Bench, ours: Arrange, library: Arrange, *, rounds: int = 9) -> dict[str, Any]:

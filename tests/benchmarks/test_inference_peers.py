@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 
 import pytest
-import torch
-from torch import nn
 
 from benchmarks import inference_peers, peer_files, peer_programs
 from benchmarks.inference_peers import Row, Texts, compare, contents, equal_from_the_first
@@ -70,17 +67,6 @@ def test_a_program_that_fails_in_a_later_round_keeps_no_numbers():
     assert len(rows["strong"]["decode_ms"]["rounds"]) == 3
 
 
-def test_the_table_shows_reasons_and_numbers():
-    def missing():
-        raise ImportError("it is not here")
-
-    rows = rows_after([peer("missing", missing), peer("here", program)], rounds=1)
-    lines = inference_peers.table(list(rows.values())).splitlines()
-    assert lines[1].endswith("it is not here")
-    assert lines[2].split()[0] == "here"
-    assert lines[2].endswith(str(len(RIGHT)))
-
-
 # --- what is compared -----------------------------------------------------------------------------
 
 
@@ -95,17 +81,10 @@ def test_ratios_are_of_the_same_round():
     assert content["prefill_ratio"]["median"] == 4.0
 
 
-def test_without_the_row_of_ours_there_is_no_ratio():
-    rows = rows_after([peer("other", program, beside="ours")], rounds=1)
-    assert rows["other"]["ratio"] is None
-
-
 def test_equal_tokens_are_counted_from_the_first_on():
     """The mistake: tokens that happen to agree behind the first difference count as well."""
     assert equal_from_the_first([7, 8, 7, 7], RIGHT) == 1
     assert equal_from_the_first(RIGHT, RIGHT) == 4
-    rows = rows_after([peer("other", lambda: program([7, 7, 5, 7]))], rounds=1)
-    assert rows["other"]["equal_tokens"] == 2
 
 
 def test_the_first_token_is_not_in_the_time_of_a_token():
@@ -116,12 +95,6 @@ def test_the_first_token_is_not_in_the_time_of_a_token():
     for _ in range(3):
         stopwatch.put([4])
     assert stopwatch.seconds_per_token(3) < 0.02
-
-
-def test_products_stand_beside_the_rest_of_a_step():
-    ours = Row(peer("ours", program), decode=[5.0, 7.0], prefill=[1.0, 1.0], products=[4.0, 4.0])
-    content = contents([ours])[0]
-    assert (content["products_ms"], content["rest_ms"]) == (4.0, 2.0)
 
 
 # --- the programs ---------------------------------------------------------------------------------
@@ -137,56 +110,7 @@ def test_each_program_is_beside_a_row_of_ours_with_as_many_bits():
             assert peers[one.beside].bits == one.bits, one.name
 
 
-def test_all_linear_layers_count_as_products():
-    class Small(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(4, 8)
-            self.first = nn.Linear(8, 16)
-            self.second = nn.Linear(16, 8)
-
-    small = Small()
-    called = []
-    for layer in (small.first, small.second):
-        layer.register_forward_hook(lambda layer, given, made: called.append(made.shape))
-    peer_programs.products_of_one_token(small)
-    assert called == [torch.Size([1, 1, 16]), torch.Size([1, 1, 8])]
-    assert peer_programs.bytes_of_linears(small) == 2 * 8 * 16 * 4
-
-
 # --- the files ------------------------------------------------------------------------------------
-
-
-def test_a_run_that_is_cut_leaves_the_rounds_that_are_complete(tmp_path, monkeypatch):
-    """The mistake: an hour of rounds is lost, or a half-written file stays."""
-    monkeypatch.setenv("RECIPES_RUNS", str(tmp_path))
-    rounds_before_the_cut = 2
-
-    def cut():
-        writes = []
-        loaded = program()
-
-        def write(*given):
-            writes.append(given)
-            # Before the clock runs it writes once, and then once in each round.
-            if len(writes) > rounds_before_the_cut + 1:
-                raise KeyboardInterrupt
-            return loaded.write(*given)
-
-        return Loaded(write, loaded.read, 100, "1.0")
-
-    monkeypatch.setattr(inference_peers, "all_programs", lambda: [peer("cut", cut)])
-    monkeypatch.setattr(inference_peers, "load_transformers", lambda dtype: program())
-    monkeypatch.setattr(inference_peers, "texts_of", lambda **_: TEXTS)
-    monkeypatch.setattr(inference_peers, "model_source", lambda: "nowhere")
-    monkeypatch.setattr(inference_peers, "stay_on_one_core", lambda: None)
-    with pytest.raises(KeyboardInterrupt):
-        inference_peers.main(["--rounds", "5"])
-    (path,) = tmp_path.iterdir()
-    content = json.loads(path.read_text())
-    assert content["rounds"] == rounds_before_the_cut
-    assert content["threads"] == 1
-    assert len(content["rows"][0]["decode_ms"]["rounds"]) == rounds_before_the_cut
 
 
 def test_a_file_that_could_not_be_finished_is_made_again(tmp_path):
@@ -202,9 +126,3 @@ def test_a_file_that_could_not_be_finished_is_made_again(tmp_path):
     assert peer_files.made_once(path, lambda part: part.write_text("all")).read_text() == "all"
     # Once it is there, it is not made again.
     assert peer_files.made_once(path, breaks_off).read_text() == "all"
-
-
-def test_an_unknown_row_is_refused_with_the_names_that_there_are(capsys):
-    with pytest.raises(SystemExit):
-        inference_peers.main(["--only", "vLLM"])
-    assert "llama.cpp, Q8_0" in capsys.readouterr().err

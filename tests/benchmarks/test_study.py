@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from benchmarks import study
+from tests.benchmarks.test_record import machine_facts
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,10 @@ def run(tmp_path, monkeypatch):
     """Run a program with parts, and give what it wrote."""
     monkeypatch.setenv("RECIPES_RUNS", str(tmp_path))
 
-    def run(*arguments, content=None):
-        def measured(settings, options, older):
+    def run(*arguments):
+        def measured(settings, options):
             for part in options.parts:
                 yield {part: settings.steps}
-            yield content or {}
 
         options = {"parts": ("a", "b"), "short": Settings(steps=1), "about": "A program."}
         path = study.run("test", Settings(), measured, arguments=list(arguments), **options)
@@ -42,7 +42,6 @@ def test_only_a_whole_run_in_full_size_is_complete(run):
     """The mistake: two of three seeds are read as the whole comparison."""
     assert run()["complete"]
     assert not run("--short")["complete"]
-    assert not run(content={"cut": True})["complete"]
 
 
 def test_parts_of_another_day_do_not_get_the_date_of_today(run, tmp_path):
@@ -53,3 +52,13 @@ def test_parts_of_another_day_do_not_get_the_date_of_today(run, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"date": "2026-01-01"}))
     with pytest.raises(ValueError, match="with date 2026-01-01"):
         run("--parts", "a")
+
+
+def test_what_was_measured_is_shown_as_the_texts_will_show_it():
+    """The mistake: an hour of seeds, and no word of what they say."""
+    facts = machine_facts() | {"steps": 3, "seeds": [0], "sizes": {"rows": 2, "seq_len": 16}}
+    row = {"layers": 2, "hidden": 8, "parameters": 9, "seconds_per_token": 0.1}
+    rows = [row | {"losses": [2.5], "beyond_first": [0.0]}]
+    (table,) = study.tables("depths", facts | {"rows": rows})
+    assert "| 2 × 8 | 9 | 2.500 |" in table
+    assert list(study.tables("muon", facts)) == [], "there is no run yet"
