@@ -102,16 +102,11 @@ def test_imports_go_down():
 @pytest.mark.parametrize(
     ("file", "line", "allowed"),
     [
-        ("memory/a.py", "from ..core import measure", True),
         ("memory/a/__init__.py", "from recipes_lib.memory.a.cpu import kernel", True),
         ("memory/a/cpu.py", "from recipes_lib.memory.b import apply_b", False),
         ("memory/a.py", "from recipes_lib.memory._shared import tiles", True),
-        ("memory/a.py", "from recipes_lib.training._shared import tiles", False),
-        ("memory/a.py", "from .b import apply_b", False),
-        ("memory/a.py", "def f():\n    from recipes_lib.memory import b", False),
+        ("memory/a.py", "def f():\n    from .b import apply_b", False),
         ("core/measure/a.py", "from recipes_lib.report.show import show", False),
-        ("workflows/longest.py", "from recipes_lib.cli.app import app", False),
-        ("fine_tuning/qlora.py", "from recipes_lib.fine_tuning.lora import apply_lora", True),
     ],
 )
 def test_the_import_rule_can_fail(tmp_path, file, line, allowed):

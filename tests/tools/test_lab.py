@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -89,19 +88,3 @@ def test_links_of_the_notebooks_work_in_their_copies():
                     if "://" not in link and not target.exists():
                         broken.append(f"{notebook.name}: {link}")
     assert broken == []
-
-
-def test_make_lab_opens_the_copies_which_git_ignores():
-    dry = ["make", "--dry-run", "lab"]
-    done = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.index("tools.lab") < done.stdout.index("/lab/tree/lab")
-    assert "lab/" in (ROOT / ".gitignore").read_text().splitlines()
-
-
-def test_no_warning_about_widgets_in_the_set_up_cell():
-    """tqdm's warning that IProgress is missing: its text bars work, and it says no more."""
-    import tqdm.notebook
-
-    assert '"IProgress not found' in Path(tqdm.notebook.__file__).read_text(), "it says it anew"
-    for file in ("Makefile", "notebooks/execute.py"):
-        assert "ignore:IProgress not found" in (ROOT / file).read_text(), file
