@@ -4,12 +4,10 @@ require_new_on_ranks(model)         what must hold before
 require_same_weights(model)         each rank keeps its part of its own weights
 sharding_options(mesh, …)           precision and place of the parts, for each `fully_shard`
 shard_ends(model, …)                embedding and output layer as groups of their own
-part_bytes(parameters, shards)      what one rank keeps of them, by arithmetic
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,12 +20,11 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.fingerprint import fingerprint
 from recipes_lib.core.model.marks import GRADIENT_TAKER, any_marked
-from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.rank_bytes import is_sharded
 
@@ -58,11 +55,6 @@ def require_same_weights(model: Any) -> None:
         agree(weights=fingerprint(model.named_parameters()))
 
 
-def ties_weights(model: Any) -> bool:
-    """Whether the output layer shares the weight of the embedding, so that one group holds both."""
-    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
 def sharding_options(
     mesh: DeviceMesh,
     parameter_dtype: torch.dtype | None,
@@ -83,24 +75,11 @@ def sharding_options(
 
 def shard_ends(model: Any, *, reshard_after_forward: bool, **options: Any) -> None:
     """Make groups of the embedding and of the output layer, if they do not share their weight."""
-    if ties_weights(model):
-        return
     embedding = model.get_input_embeddings()
+    output = model.get_output_embeddings()
+    if embedding.weight is output.weight:
+        return
     fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
     embedding.set_unshard_in_backward(False)  # its gradient needs the tokens, and not the table
     # Backward begins with the output layer: taken apart, it would be fetched again at once.
-    fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **options)
-
-
-def part_bytes(parameters: Iterable[torch.Tensor], shards: int) -> int:
-    """Bytes of a rank's part of them: as many rows of each as the first rank has.
-
-    Ranks that have fewer fill theirs up, and the filling is gathered and sent like the rest.
-    """
-    check_whole(shards=shards)
-    total = 0
-    for parameter in parameters:
-        rows, *others = parameter.shape
-        elements = parts_needed(rows, shards) * torch.Size(others).numel()
-        total += elements * parameter.element_size()
-    return total
+    fully_shard(output, reshard_after_forward=False, **options)

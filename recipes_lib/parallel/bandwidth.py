@@ -2,21 +2,20 @@
 
 Problem    A step on several ranks takes longer than its arithmetic, and nobody knows whether the
            network, the library or the recipe is to blame.
-Idea       Time each collective alone, over sizes from a few KiB to many MiB. Seconds divided into
-           bytes is not comparable: an all-reduce moves every byte twice. So the bytes are those
-           that a rank has to send, in a ring of N ranks:
-
-               bus bandwidth = bytes / seconds x factor
-               all_reduce                                        factor 2 (N-1)/N
-               all_gather, reduce_scatter, all_to_all            factor   (N-1)/N
-               send (each to its neighbour), broadcast           factor    1
-
-           It has one value for all collectives and all N if the links are the limit, and the data
-           sheet of the links says what it should be. Two numbers describe the curve over sizes:
+Idea       Time each collective alone, over sizes from a few KiB to many MiB. Two numbers describe
+           the times:
 
                seconds = messages x latency + bytes sent / bandwidth
 
-           Small tensors pay for the messages, large ones for the bytes.
+           Small tensors pay for the messages, large ones for the bytes. What counts are the bytes
+           that a rank sends, in a ring of N ranks, for each byte of the tensor:
+
+               all_reduce                                        2 (N-1)/N
+               all_gather, reduce_scatter, all_to_all              (N-1)/N
+               send (each to its neighbour), broadcast                1
+
+           Bytes sent per second are the *bus bandwidth*. If the links are the limit, it is the same
+           for all collectives and all N, and the data sheet of the links says what it should be.
 Saves      Nothing by itself. It tells where to look, before anything is optimized: with
            `count_traffic` it gives the seconds that a step has to send.
 Costs      Some seconds for each kind of collective.
@@ -37,6 +36,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import distributed
@@ -84,9 +84,9 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class BusPoint:
-    """One collective of one size: `size` bytes of the whole tensor, `seconds` per call.
+    """One kind of collective on a tensor of `size` bytes: the seconds of a call.
 
-    The seconds are those of the slowest rank, in the fastest of several rounds.
+    They are those of the slowest rank, in the fastest of several rounds.
     """
 
     kind: str
@@ -95,14 +95,9 @@ class BusPoint:
     seconds: float
 
     @property
-    def bandwidth(self) -> float:
-        """Bytes of the tensor per second."""
-        return self.size / self.seconds
-
-    @property
     def bus_bandwidth(self) -> float:
         """Bytes per second that a rank sends, to compare with its link."""
-        return self.bandwidth * bus_factor(self.kind, self.ranks)
+        return self.size * bus_factor(self.kind, self.ranks) / self.seconds
 
 
 def measure_bus_bandwidth(kind: str, sizes: Sequence[int]) -> list[BusPoint]:
@@ -121,64 +116,55 @@ def measure_bus_bandwidth(kind: str, sizes: Sequence[int]) -> list[BusPoint]:
         raise ValueError(f"sizes={list(sizes)}: give multiples of {least}, ranks x bytes")
     points = []
     for size in sizes:
-        seconds = _fastest_round(_collective(kind, size // FP32_BYTES))
-        points.append(BusPoint(kind, size, ranks, seconds))
+        call = _collective(kind, size // FP32_BYTES)
+        points.append(BusPoint(kind, size, ranks, _fastest(call)))
     return points
 
 
 def _collective(kind: str, elements: int) -> Callable[[], object]:
-    """A function that runs the collective once, on tensors that are there already."""
-    ranks = world_size()
-    me = rank()
-    device = group_device()
-    whole = torch.ones(elements, device=device)
-    other = torch.ones(elements, device=device)
-    part = torch.ones(elements // ranks, device=device)
-
-    def send() -> None:
-        to, source = (me + 1) % ranks, (me - 1) % ranks
-        for work in exchange(whole, other, target=to, source=source):
-            work.wait()
-
+    """A call of the collective, on tensors that are there already."""
+    whole = torch.ones(elements, device=group_device())
+    other = torch.ones_like(whole)
+    part = torch.ones(elements // world_size(), device=group_device())
     calls = {
-        "all_reduce": lambda: distributed.all_reduce(whole),
-        "all_gather": lambda: all_gather(whole, part),
-        "reduce_scatter": lambda: reduce_scatter(part, whole),
-        "all_to_all": lambda: distributed.all_to_all_single(other, whole),
-        "send": send,
-        "broadcast": lambda: distributed.broadcast(whole, src=0),
+        "all_reduce": partial(distributed.all_reduce, whole),
+        "all_gather": partial(all_gather, whole, part),
+        "reduce_scatter": partial(reduce_scatter, part, whole),
+        "all_to_all": partial(distributed.all_to_all_single, other, whole),
+        "send": partial(_send_to_the_next, whole, other),
+        "broadcast": partial(distributed.broadcast, whole, src=0),
     }
     return calls[kind]
 
 
-def _fastest_round(call: Callable[[], object]) -> float:
-    """Seconds per call of the slowest rank, in the fastest round."""
-    _slowest([_timed(call, 1)])  # the first call sets up the links
-    once = _slowest([_timed(call, 1)])[0]
-    # All ranks know the same time by now, and so make as many calls.
-    calls = min(math.ceil(ROUND_SECONDS / once), MOST_CALLS)
-    taken = []
-    for _ in range(ROUNDS):
-        distributed.barrier()
-        taken.append(_timed(call, calls) / calls)
-    return min(_slowest(taken))
+def _send_to_the_next(given: torch.Tensor, arrived: torch.Tensor) -> None:
+    following = (rank() + 1) % world_size()
+    before = (rank() - 1) % world_size()
+    for work in exchange(given, arrived, target=following, source=before):
+        work.wait()
 
 
-def _timed(call: Callable[[], object], calls: int) -> float:
-    """Seconds of all the calls together."""
+def _fastest(call: Callable[[], object]) -> float:
+    """Seconds of a call, in the fastest of several rounds."""
+    _seconds_of(call, times=1)  # the first call sets up the links
+    # All ranks know the same seconds, those of the slowest. So all of them make as many calls.
+    once = _seconds_of(call, times=1)
+    times = min(math.ceil(ROUND_SECONDS / once), MOST_CALLS)
+    return min(_seconds_of(call, times=times) for _ in range(ROUNDS)) / times
+
+
+def _seconds_of(call: Callable[[], object], *, times: int) -> float:
+    """Seconds of so many calls, on the rank that takes longest."""
+    distributed.barrier()
     synchronize()
     start = time.perf_counter()
-    for _ in range(calls):
+    for _ in range(times):
         call()
     synchronize()
-    return time.perf_counter() - start
-
-
-def _slowest(seconds: list[float]) -> list[float]:
-    """Each of the times, on the rank that took longest for it."""
-    times = torch.tensor(seconds, dtype=torch.float64, device=group_device())
-    distributed.all_reduce(times, op=distributed.ReduceOp.MAX)
-    return times.tolist()
+    taken = time.perf_counter() - start
+    of_the_slowest = torch.tensor(taken, dtype=torch.float64, device=group_device())
+    distributed.all_reduce(of_the_slowest, op=distributed.ReduceOp.MAX)
+    return of_the_slowest.item()
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -230,9 +216,8 @@ def fit_link(points: Sequence[BusPoint]) -> Link:
     Raises ValueError for fewer than three sizes, and if the largest tensor takes no longer than the
     smallest.
     """
-    fastest: dict[int, BusPoint] = {}
-    for point in sorted(points, key=lambda point: point.seconds, reverse=True):
-        fastest[point.size] = point
+    slowest_first = sorted(points, key=_seconds, reverse=True)
+    fastest = {point.size: point for point in slowest_first}  # a later one replaces an earlier one
     if len(fastest) < FEWEST_SIZES:
         raise ValueError(f"give points of {FEWEST_SIZES} sizes or more")
     smallest = fastest[min(fastest)]
@@ -251,3 +236,7 @@ def fit_link(points: Sequence[BusPoint]) -> Link:
     line = Link(kind, ranks, latency, bytes_per_second)
     residuals = [abs(line.seconds(point.size) / point.seconds - 1) for point in fastest.values()]
     return replace(line, largest_residual=max(residuals))
+
+
+def _seconds(point: BusPoint) -> float:
+    return point.seconds

@@ -50,11 +50,7 @@ from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.model.causal_lm import (
-    projection_widths,
-    require_causal_lm,
-    without_adapters,
-)
+from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import one_axis
@@ -62,7 +58,6 @@ from recipes_lib.parallel.context_parallel.ring import ring_attention, tokens_of
 from recipes_lib.parallel.context_parallel.ulysses import ulysses_attention
 
 KINDS = ("ring", "ulysses")
-AMPERE = (8, 0)  # the first capability of a GPU with flash attention
 KNOWN = ("eager", "sdpa", "flash_attention_2", "fused")  # kinds of attention that are the same
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -145,8 +140,8 @@ def apply_context_parallel(model: Any, *, mesh: Any = None, kind: str = "ring") 
         mesh: one dimension, the ranks that share a sequence; by default all ranks.
         kind: "ring", or "ulysses".
     Raises ValueError on every rank for a model that is no causal LM, is changed already, has a
-    window, a cap or dropout in its attention, or heads that the ranks do not divide (Ulysses), for
-    GPUs and dtypes without flash attention (ring), and if the ranks disagree.
+    window, a cap or dropout in its attention, or heads that the ranks do not divide (Ulysses), and
+    if the ranks disagree.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -315,22 +310,9 @@ def _require_plain_attention(causal: Any) -> None:
 
 
 def _require_heads(causal: Any, kind: str, ranks: int) -> None:
-    """Ulysses divides heads. On a GPU flash attention takes 16 bits, and heads of 8 n."""
     heads = causal.config.num_attention_heads
     if kind == "ulysses" and heads % ranks:
         raise ValueError(f"{heads} heads do not divide into {ranks} ranks: take kind='ring'")
-    if kind == "ulysses" or causal.device.type != "cuda":
-        return
-    width = projection_widths(causal.config)[0] // heads
-    autocast = torch.is_autocast_enabled("cuda")
-    dtype = torch.get_autocast_dtype("cuda") if autocast else causal.dtype
-    # In a dry run the GPU need not be there.
-    old = torch.cuda.is_available() and torch.cuda.get_device_capability() < AMPERE
-    if width % 8 or width > 256 or dtype.itemsize > 2 or old:
-        raise ValueError(
-            f"heads of {width} in {dtype}: a ring of GPUs takes 8 n up to 256 in 16 bits, from "
-            f"Ampere on; take kind='ulysses'"
-        )
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

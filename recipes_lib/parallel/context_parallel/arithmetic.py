@@ -6,7 +6,7 @@ from typing import Any
 
 from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths, without_adapters
 from recipes_lib.core.model.sizes import trainable_bytes
-from recipes_lib.parallel.context_parallel.ulysses import sent_heads
+from recipes_lib.parallel.context_parallel.ulysses import heads_to_send
 
 
 def predicted_sent_bytes(
@@ -29,8 +29,8 @@ def predicted_sent_bytes(
         if ranks == 1:
             backward = 0
     else:
-        heads = sent_heads(causal.config, ranks)
         head_dim = query // causal.config.num_attention_heads
+        heads = heads_to_send(key // head_dim, ranks)
         forward = away * (2 * query + 2 * heads * head_dim) * own * size
         backward = forward
     attention = len(decoder_blocks(model)) * (forward + backward)

@@ -6,14 +6,18 @@
     head 2      rank 0             rank 1        <-       head 2     rank 1
     head 3      rank 0             rank 1                 head 3     rank 1
 
+On the right a rank has all that attention needs for its heads, so the usual kernel computes it.
+
 Shapes: B batch, H heads, KV key and value heads, S tokens of a row, N ranks, E head dimension.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, distributed
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.nn import functional as F
@@ -24,46 +28,50 @@ from recipes_lib.core.model.grouped_heads import without_grouped_heads
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Any, scale: float) -> Tensor:
     """Causal attention of this rank's tokens to those of all ranks of `group`.
 
-    q [B, H, S/N, E], k and v [B, KV, S/N, E] -> [B, H, S/N, E]. The ranks have the sequence in one
-    piece each, in their order.
+    q [B, H, S/N, E], k and v [B, KV, S/N, E] -> [B, H, S/N, E]. Rank 0 has the first tokens of the
+    row, and the last rank the last ones.
     """
     ranks = distributed.get_world_size(group)
-    sent = math.lcm(k.shape[1], ranks)  # with fewer heads of keys than ranks some share one
-    k = _repeated(k, sent // k.shape[1])
-    v = _repeated(v, sent // v.shape[1])
-    q, k, v = [_heads_to_ranks(tensor, ranks, group) for tensor in (q, k, v)]  # [B, H/N, S, E]
+    k = with_heads(k, heads_to_send(k.shape[1], ranks))
+    v = with_heads(v, heads_to_send(v.shape[1], ranks))
+    q = tokens_of_my_heads(q, group)  # [B, H/N, S, E]
+    k = tokens_of_my_heads(k, group)
+    v = tokens_of_my_heads(v, group)
     if without_grouped_heads(q.device, q.dtype):
-        groups = q.shape[1] // k.shape[1]
-        k, v = _repeated(k, groups), _repeated(v, groups)
+        k = with_heads(k, q.shape[1])
+        v = with_heads(v, q.shape[1])
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return _tokens_to_ranks(out, ranks, group)
+    return heads_of_my_tokens(out, group)  # [B, H, S/N, E]
 
 
-def sent_heads(config: Any, ranks: int) -> int:
-    """Heads of keys that are sent: the model's, or more where ranks have to share them."""
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+def heads_to_send(kv_heads: int, ranks: int) -> int:
+    """So many that each rank gets as many. With fewer heads of keys than ranks, some share one."""
     return math.lcm(kv_heads, ranks)
 
 
-def _heads_to_ranks(tensor: Tensor, ranks: int, group: Any) -> Tensor:
-    """[B, H, S/N, E] -> [B, H/N, S, E]."""
-    to_ranks = tensor.unflatten(1, (ranks, -1)).movedim(1, 0)  # [N, B, H/N, S/N, E], N heads' rank
-    from_ranks = _all_to_all(to_ranks, group)  # N is now the rank of the tokens
-    return from_ranks.movedim(0, 2).flatten(2, 3)
+def with_heads(tensor: Tensor, heads: int) -> Tensor:
+    """[B, KV, S, E] -> [B, `heads`, S, E]: each head several times, beside itself."""
+    if tensor.shape[1] == heads:
+        return tensor
+    return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
-def _tokens_to_ranks(tensor: Tensor, ranks: int, group: Any) -> Tensor:
-    """[B, H/N, S, E] -> [B, H, S/N, E]."""
-    to_ranks = tensor.unflatten(2, (ranks, -1)).movedim(2, 0)  # [N, B, H/N, S/N, E], N tokens' rank
-    from_ranks = _all_to_all(to_ranks, group)
-    return from_ranks.movedim(0, 1).flatten(1, 2)
+def tokens_of_my_heads(tensor: Tensor, group: Any) -> Tensor:
+    """All heads of my tokens [B, H, S/N, E] -> all tokens of my heads [B, H/N, S, E]."""
+    for_each_rank = tensor.chunk(distributed.get_world_size(group), dim=1)  # its heads
+    from_each_rank = exchanged(for_each_rank, group)  # its tokens
+    return torch.cat(from_each_rank, dim=2)
 
 
-def _all_to_all(tensor: Tensor, group: Any) -> Tensor:
-    """Part r of the first dimension goes to rank r, one part comes from each; backward returns."""
-    each = [1] * len(tensor)
-    return wait_tensor(all_to_all_single_autograd(tensor.contiguous(), each, each, group))
+def heads_of_my_tokens(tensor: Tensor, group: Any) -> Tensor:
+    """The way back: all tokens of my heads [B, H/N, S, E] -> all heads of mine [B, H, S/N, E]."""
+    for_each_rank = tensor.chunk(distributed.get_world_size(group), dim=2)  # its tokens
+    from_each_rank = exchanged(for_each_rank, group)  # its heads
+    return torch.cat(from_each_rank, dim=1)
 
 
-def _repeated(heads: Tensor, times: int) -> Tensor:
-    return heads if times == 1 else heads.repeat_interleave(times, dim=1)
+def exchanged(parts: Sequence[Tensor], group: Any) -> Sequence[Tensor]:
+    """Part r goes to rank r, and one part comes from each rank. Backward sends gradients back."""
+    one_for_each = [1] * len(parts)
+    came = all_to_all_single_autograd(torch.stack(parts), one_for_each, one_for_each, group)
+    return wait_tensor(came).unbind(0)

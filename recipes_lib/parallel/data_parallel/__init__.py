@@ -41,7 +41,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.checks import check_number, check_whole
+from recipes_lib.core.checks import check_number
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.core.ranks.rank_step import Batch, rank_step, sum_of_losses
@@ -158,16 +158,3 @@ def threaded_step(
     optimizer.step()
     optimizer.zero_grad()
     return sum(losses)
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_sent_bytes(*, gradient_bytes: int, ranks: int) -> float:
-    """Bytes that one rank sends per step: a ring all-reduce of all gradients.
-
-    The ring passes each of N parts N-1 times to sum it up, and N-1 times to hand it out.
-    """
-    check_whole(gradient_bytes=gradient_bytes, least=0)
-    check_whole(ranks=ranks)
-    return 2 * (ranks - 1) / ranks * gradient_bytes

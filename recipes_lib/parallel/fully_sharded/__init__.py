@@ -27,6 +27,7 @@ Source     Zhao et al., "PyTorch FSDP" (arXiv 2304.11277); Rajbhandari et al., "
 
 The order of recipes: adapters, then checkpoints and compiled blocks, then this, then the optimizer.
 
+arithmetic  what one rank keeps, and what it sends in a step
 precision  what stays in fp32 when a sharded model computes in bf16
 strategies  the four sharding strategies, measured on real ranks
 """
@@ -40,14 +41,12 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.ranks import require_group
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
 from recipes_lib.core.ranks.meshes import default_mesh
 from recipes_lib.parallel._sharding import (
-    part_bytes,
     require_new_on_ranks,
     require_same_weights,
     shard_ends,
@@ -150,28 +149,3 @@ def _require_alike(model: Any, **options: Any) -> None:
             "apply_quantized_shards"
         )
     require_same_weights(model)
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def predicted_sent_bytes(model: Any, *, ranks: int, copies: int = 1) -> int:
-    """Bytes that one rank sends in a step, each collective as a ring; a forward alone sends less.
-
-    A ring of N ranks sends (N - 1) / N of a group to gather it, and as much to scatter its
-    gradients. Blocks are gathered twice. Over copies the parts of the gradients are added up as DDP
-    does.
-
-    Raises ValueError for ranks that `copies` does not divide.
-    """
-    check_whole(ranks=ranks, copies=copies)
-    if ranks % copies:
-        raise ValueError(f"copies={copies}: give a divisor of the {ranks} ranks")
-    shards = ranks // copies
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gathered = part_bytes(model.parameters(), shards)
-    gathered += part_bytes(decoder_blocks(model).parameters(), shards)
-    scattered = part_bytes(trained, shards)
-    in_a_copy = (gathered + scattered) * (shards - 1)
-    between_copies = 2 * scattered * (copies - 1) // copies
-    return in_a_copy + between_copies

@@ -28,7 +28,7 @@ Source     Huang et al., "GPipe" (arXiv 1811.06965); Narayanan et al., PipeDream
 
 Shapes: B batch, M micro-batches, S sequence, D hidden, V vocabulary; P ranks.
 
-arithmetic  the part of a model that one rank keeps, and what it sends
+arithmetic  what one rank keeps, and what it sends
 clock  when each action of a pipeline began and ended
 stage  some blocks of a model as a module of their own
 """

@@ -1,4 +1,4 @@
-"""The part of a model that one rank of a pipeline keeps, and what it sends."""
+"""What one rank of a pipeline keeps, and what it sends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.parallel._arithmetic import Kept, kept_whole
 
 
 def predicted_sent_bytes(
@@ -34,7 +35,18 @@ def predicted_sent_bytes(
     return sent
 
 
-def own_share(model: Any, ranks: int, rank: int, *, trained_only: bool) -> float:
+def predicted_rank_bytes(model: Any, *, ranks: int, rank: int) -> Kept:
+    """The rank's blocks, and an end of the model on the first and on the last one."""
+    whole = kept_whole(model)
+    share_of_trained = _own_share(model, ranks, rank, trained_only=True)
+    return Kept(
+        round(whole.weights * _own_share(model, ranks, rank, trained_only=False)),
+        round(whole.gradients * share_of_trained),
+        round(whole.states * share_of_trained),
+    )
+
+
+def _own_share(model: Any, ranks: int, rank: int, *, trained_only: bool) -> float:
     """The part of the model's bytes that one rank holds; a tied weight is held by two ranks."""
     causal = without_adapters(model)
     blocks = _bytes_of(decoder_blocks(model), trained_only)

@@ -31,7 +31,7 @@ Source     Shoeybi et al., "Megatron-LM" (arXiv 1909.08053); Korthikanti et al.,
 
 Shapes: T tokens, D hidden, F feed-forward, V vocabulary, N ranks.
 
-arithmetic  what one rank has whole, and what it sends
+arithmetic  what one rank keeps, and what it sends
 loss  the loss of logits that are cut by the vocabulary
 simulated  four ranks in one process, with every part to print
 styles  a table of tokens that is cut, and norms that are whole
@@ -56,7 +56,6 @@ from torch.distributed.tensor.parallel import (
 
 from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of, require_causal_lm, trunk
-from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
@@ -233,9 +232,3 @@ def require_divisible(model: Any, *, ranks: int) -> None:
                 f"{ranks} ranks do not divide {count} {name}: give a mesh whose size divides "
                 f"{math.gcd(*counts.values())}"
             )
-    tokens = model.get_output_embeddings().out_features
-    if (ranks - 1) * parts_needed(tokens, ranks) >= tokens:
-        raise ValueError(
-            f"{ranks} ranks for {tokens} tokens of the vocabulary leave the last one without any: "
-            f"give a smaller mesh"
-        )

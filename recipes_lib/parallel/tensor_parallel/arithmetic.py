@@ -1,4 +1,4 @@
-"""What of a model each rank of tensor parallelism has whole, and how many bytes a rank sends.
+"""What one rank of tensor parallelism keeps, and what it sends.
 
 Legend: T tokens of a rank, D hidden, L layers, V vocabulary, N ranks; `size` is the bytes of one
 element.
@@ -12,6 +12,7 @@ from torch import nn
 
 from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of, trunk
 from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.parallel._arithmetic import STATES, Kept, kept_whole
 
 READERS = 2  # per block: attention and the feed-forward layers each read [T, D] as a whole
 
@@ -43,10 +44,23 @@ def _whole_norms(model: Any) -> list[nn.Module]:
     return norms
 
 
-def whole_parameter_bytes(model: Any) -> int:
-    """Bytes of the parameters that each rank has whole: those of the norms, and biases after sums.
+def predicted_rank_bytes(model: Any, *, ranks: int) -> Kept:
+    """A part of each matrix, and small weights and buffers whole."""
+    whole = kept_whole(model)
+    small = _whole_parameter_bytes(model)
+    buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
+    staying = Kept(small + buffers, small, STATES * small)
+    parts = []
+    for size, stays in zip(whole, staying, strict=True):
+        stays = min(stays, size)  # of a frozen norm there is no gradient
+        parts.append(stays + (size - stays) // ranks)
+    return Kept(*parts)
 
-    A layer that is cut by its input adds its bias once, after the sum.
+
+def _whole_parameter_bytes(model: Any) -> int:
+    """Bytes of norms, and of the biases of layers that are cut by their input.
+
+    Such a layer adds its bias once, after the sum.
     """
     modules = _whole_norms(model)
     whole = sum(tensor_bytes(p) for module in modules for p in module.parameters())

@@ -47,7 +47,8 @@ from recipes_lib.parallel.fully_sharded.precision import dtypes_of_step
 from recipes_lib.parallel.fully_sharded.strategies import STRATEGIES as SHARDING
 from recipes_lib.parallel.fully_sharded.strategies import StrategyBytes, measured_strategy
 from recipes_lib.parallel.pipeline_parallel import apply_pipeline_parallel
-from recipes_lib.parallel.zero import apply_zero, owners_of, step_of_own_part
+from recipes_lib.parallel.zero import apply_zero, step_of_own_part
+from recipes_lib.parallel.zero.arithmetic import owners_of
 from recipes_lib.workflows.on_ranks.strategies import Options, adamw, own_rows
 from recipes_lib.workflows.on_ranks.train import byte_batches, small_llama
 

@@ -32,7 +32,7 @@ from recipes_lib.core.ranks.rank_run import RankRun
 from recipes_lib.core.ranks.rank_step import Batch
 from recipes_lib.core.ranks.traffic import Traffic, count_traffic
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
-from recipes_lib.workflows.on_ranks.plans import kept_in_shards
+from recipes_lib.parallel.fully_sharded.arithmetic import predicted_rank_bytes
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES, Options, Training
 
 VOCABULARY = 256  # bytes
@@ -244,5 +244,5 @@ def sharded_peak(*, shape: str, layers: int | None, ranks: int, tokens: int) -> 
 
     plain = model_of_shape(shape, layers=layers, device="meta")
     equation = sharded(plain_step(plain, rows=1, length=tokens), ranks=ranks)
-    kept = kept_in_shards(plain, ranks=ranks)
+    kept = predicted_rank_bytes(plain, ranks=ranks)
     return PeakOfRank(equation.peak, predict(build, ranks=ranks).peak, kept.total)

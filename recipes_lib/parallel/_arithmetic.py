@@ -1,0 +1,51 @@
+"""What every `arithmetic.py` of this room has in common: the bytes that a rank keeps, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.model.sizes import parts_needed, trainable_bytes, weight_bytes
+
+STATES = 2  # averages of AdamW for each number that trains
+
+
+class Kept(NamedTuple):
+    """Bytes that a rank has between backward and step, without activations."""
+
+    weights: int
+    gradients: int
+    states: int
+
+    @property
+    def total(self) -> int:
+        """All three together."""
+        return sum(self)
+
+
+def kept_whole(model: Any) -> Kept:
+    """One process, and every rank of data and of context parallelism."""
+    gradients = trainable_bytes(model)
+    return Kept(weight_bytes(model), gradients, STATES * gradients)
+
+
+def trained(model: Any) -> list[torch.Tensor]:
+    """The parameters that have gradients."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def part_bytes(parameters: Iterable[torch.Tensor], shards: int) -> int:
+    """Bytes of a rank's part of them: as many rows of each as the first rank has.
+
+    Ranks that have fewer fill theirs up, and the filling is gathered and sent like the rest.
+    """
+    check_whole(shards=shards)
+    total = 0
+    for parameter in parameters:
+        rows, *others = parameter.shape
+        elements = parts_needed(rows, shards) * torch.Size(others).numel()
+        total += elements * parameter.element_size()
+    return total
