@@ -21,12 +21,9 @@ import torch
 from benchmarks import study
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.workflows.bench.kernels import compare_norms, now
-from recipes_lib.workflows.bench.small_models import compare_architectures, pool_and_heal
+from recipes_lib.workflows.bench.small_models import SIZES, compare_architectures, pool_and_heal
 
 SEEDS = (0, 1, 2)
-
-# The small models, and the tokens of a step: rows x seq_len.
-SMALL = {"hidden": 64, "layers": 2, "rows": 8, "seq_len": 64}
 
 # Rows and hidden size of x: that of a long prompt in a model like Llama-3.2-1B, and one token.
 NORM_SIZES = {"prefill": (8192, 2048), "decode": (1, 2048)}
@@ -49,9 +46,9 @@ SHORT = Settings(steps=150, healed_steps=150, rounds=5)
 def small_models(settings: Settings) -> dict[str, Any]:
     """Every architecture, three seeds, equal tokens."""
     steps = settings.steps
-    trained = compare_architectures(steps=steps, seeds=SEEDS, **SMALL)
+    trained = compare_architectures(steps=steps, seeds=SEEDS)
     rows = {name: asdict(result) for name, result in trained.items()}
-    return {"steps": steps, "seeds": list(SEEDS), "sizes": SMALL, "rows": rows}
+    return {"steps": steps, "seeds": list(SEEDS), "sizes": SIZES, "rows": rows}
 
 
 def healing(settings: Settings) -> dict[str, Any]:
@@ -60,12 +57,10 @@ def healing(settings: Settings) -> dict[str, Any]:
     after = steps // 5
     rows = []
     for kv_heads in (2, 1):
-        found = pool_and_heal(
-            kv_heads=kv_heads, steps=steps, healing_steps=after, seeds=SEEDS, **SMALL
-        )
+        found = pool_and_heal(kv_heads=kv_heads, steps=steps, healing_steps=after, seeds=SEEDS)
         for seed, losses in zip(SEEDS, found):
             rows.append({"kv_heads": kv_heads, "seed": seed} | losses._asdict())
-    sizes = {"seeds": list(SEEDS), "sizes": SMALL}
+    sizes = {"seeds": list(SEEDS), "sizes": SIZES}
     return {"steps": steps, "healing_steps": after, **sizes, "rows": rows}
 
 

@@ -25,7 +25,6 @@ from torch.nn import functional
 
 from recipes_lib.architecture.rms_norm import plain_rms_norm, predicted_norm_bytes
 from recipes_lib.attention.flash import best_kernel, kernel_function, plain_attention
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure import PeakMemory, in_turns, there_and_back
 from recipes_lib.core.measure.machine import machine, synchronize
 from recipes_lib.core.measure.memory import keep_freed_memory
@@ -101,7 +100,6 @@ def compare_losses(
         chunk_size: of our chunks; by default as many tokens as `chunked_cross_entropy` takes.
         rounds: of taking turns, of which the fastest counts.
     """
-    check_whole(tokens=tokens, hidden=hidden, vocab=vocab, rounds=rounds)
     hidden_states = _random(tokens, hidden, dtype)  # [T, D]
     weight = _random(vocab, hidden, dtype)  # [V, D]
     targets = torch.randint(vocab, (tokens,), device=machine().device)  # [T]
@@ -207,20 +205,14 @@ class AttentionCost(NamedTuple):
     peak_bytes: int  # beside Q, K and V
 
 
-def measure_attention(
-    model: Any, *, seq_len: int, eager: bool = True, rounds: int = 3
-) -> dict[str, AttentionCost]:
+def measure_attention(model: Any, *, seq_len: int, rounds: int = 3) -> dict[str, AttentionCost]:
     """Attention of one row [1, seq_len] in one layer, in the model's shape, dtype and place.
 
-    The keys are "eager", which is `plain_attention`, and the name of the best kernel. With
-    eager=False only that is measured: at some length the scores do not fit any more.
+    The keys are "eager", which is `plain_attention`, and the name of the best kernel.
     """
-    check_whole(seq_len=seq_len, rounds=rounds)
     qkv = _random_qkv(model, seq_len)
     kernel = best_kernel(model).implementation
-    attentions = {kernel: functools.partial(_attend, kernel)}
-    if eager:
-        attentions = {"eager": plain_attention} | attentions
+    attentions = {"eager": plain_attention, kernel: functools.partial(_attend, kernel)}
 
     # The peaks come first: they warm up as well.
     peaks = {}
@@ -309,7 +301,6 @@ def compare_norms(
         rounds: of taking turns, of which the fastest counts.
         compiled: False leaves that way out, which takes seconds to compile.
     """
-    check_whole(rows=rows, hidden=hidden, rounds=rounds)
     keep_freed_memory()
     device = machine().device
     x = torch.randn(rows, hidden, device=device).to(dtype)  # [N, D]

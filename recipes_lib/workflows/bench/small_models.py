@@ -36,13 +36,15 @@ from recipes_lib.architecture.grouped_query_attention import (
 )
 from recipes_lib.architecture.rms_norm import apply_rms_norm
 from recipes_lib.architecture.swiglu import apply_swiglu
-from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import load_text
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.workflows.bench.kernels import now
 
 BASELINE = "as GPT"
 BYTES = 256  # the vocabulary
+# The models have four heads with pairs of dimensions, so their width is a multiple of 32.
+SIZES = {"hidden": 64, "layers": 2, "rows": 8, "seq_len": 64}
+RATE = 2e-3  # of learning, at its highest
 HELD_OUT_ROWS = 128
 WARM_UP = 0.1  # the part of the steps in which the learning rate rises
 TEXT_BYTES = 4_000_000  # more than any run here reads
@@ -75,46 +77,27 @@ class Trained:
 
 
 def compare_architectures(
-    *,
-    steps: int = 150,
-    seeds: Sequence[int] = (0, 1, 2),
-    names: Sequence[str] | None = None,
-    hidden: int = 64,
-    layers: int = 2,
-    rows: int = 8,
-    seq_len: int = 64,
-    learning_rate: float = 2e-3,
+    *, steps: int = 150, seeds: Sequence[int] = (0, 1, 2)
 ) -> dict[str, Trained]:
-    """Train each architecture on the same tokens with each seed.
-
-    Args:
-        steps: of `rows` x `seq_len` tokens each.
-        names: of the architectures above, None for all; the baseline is always among them.
-        hidden: a multiple of 32, since the models have four heads with pairs of dimensions.
-    """
-    check_whole(steps=steps)
-    chosen = _chosen(names)
+    """Train each architecture with each seed, on the same `rows` x `seq_len` tokens per step."""
     train = bytes_of("train")
-    held_out = rows_of(bytes_of("validation"), HELD_OUT_ROWS, seq_len, seed=0)
-
-    losses: dict[str, list[float]] = {name: [] for name in chosen}
-    seconds: dict[str, list[float]] = {name: [] for name in chosen}
+    held_out = rows_of(bytes_of("validation"), HELD_OUT_ROWS, SIZES["seq_len"], seed=0)
+    losses: dict[str, list[float]] = {name: [] for name in ARCHITECTURES}
+    seconds: dict[str, list[float]] = {name: [] for name in ARCHITECTURES}
     models: dict[str, Any] = {}
     for seed in seeds:
-        models = {name: _build(name, hidden, layers, seq_len, seed) for name in chosen}
-        batches = (rows_of(train, rows, seq_len, seed=1000 * seed + step) for step in range(steps))
-        for name, took in train_side_by_side(models, batches, steps, learning_rate).items():
+        models = {name: _build(name, seed) for name in ARCHITECTURES}
+        batches = _batches(train, first=1000 * seed, count=steps)
+        for name, took in train_side_by_side(models, batches, steps, RATE).items():
             seconds[name] += took
             losses[name].append(held_out_loss(models[name], held_out))
-    return {name: _trained(models[name], seconds[name], losses, name) for name in chosen}
+    return {name: _trained(model, seconds[name], losses, name) for name, model in models.items()}
 
 
-def _chosen(names: Sequence[str] | None) -> list[str]:
-    if names is None:
-        return list(ARCHITECTURES)
-    for name in names:
-        check_choice(ARCHITECTURES, name=name)
-    return [BASELINE, *(name for name in names if name != BASELINE)]
+def _batches(text: Tensor, *, first: int, count: int) -> Iterator[Tensor]:
+    """Rows [B, S] of the steps from this number on."""
+    for number in range(first, first + count):
+        yield rows_of(text, SIZES["rows"], SIZES["seq_len"], seed=number)
 
 
 def _trained(
@@ -154,37 +137,27 @@ def pool_and_heal(
     steps: int = 300,
     healing_steps: int = 60,
     seeds: Sequence[int] = (0, 1, 2),
-    hidden: int = 64,
-    layers: int = 2,
-    rows: int = 8,
-    seq_len: int = 64,
-    learning_rate: float = 2e-3,
 ) -> list[Healing]:
     """Train the baseline, pool its four heads of keys and values, and train on; one per seed.
 
     The same model trains on without being pooled, on the same text: more steps help that one, too.
     """
     text = bytes_of("train")
-    held_out = rows_of(bytes_of("validation"), HELD_OUT_ROWS, seq_len, seed=0)
-
-    def train(models: dict[str, Any], first: int, count: int, seed: int) -> None:
-        numbers = range(1000 * seed + first, 1000 * seed + first + count)
-        batches = (rows_of(text, rows, seq_len, seed=number) for number in numbers)
-        train_side_by_side(models, batches, count, learning_rate)
-
+    held_out = rows_of(bytes_of("validation"), HELD_OUT_ROWS, SIZES["seq_len"], seed=0)
     found = []
     for seed in seeds:
-        model = _build(BASELINE, hidden, layers, seq_len, seed)
-        train({"trained": model}, 0, steps, seed)
+        model = _build(BASELINE, seed)
+        batches = _batches(text, first=1000 * seed, count=steps)
+        train_side_by_side({"trained": model}, batches, steps, RATE)
         whole = copy.deepcopy(model)
         trained = held_out_loss(model, held_out)
         apply_grouped_query_attention(model, kv_heads=kv_heads)
         pooled = held_out_loss(model, held_out)
         both = {"pooled": model.train(), "whole": whole.train()}
-        train(both, steps, healing_steps, seed)
-        found.append(
-            Healing(trained, pooled, held_out_loss(model, held_out), held_out_loss(whole, held_out))
-        )
+        batches = _batches(text, first=1000 * seed + steps, count=healing_steps)
+        train_side_by_side(both, batches, healing_steps, RATE)
+        healed = held_out_loss(model, held_out)
+        found.append(Healing(trained, pooled, healed, held_out_loss(whole, held_out)))
     return found
 
 
@@ -216,17 +189,17 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
 }
 
 
-def _build(name: str, hidden: int, layers: int, seq_len: int, seed: int) -> Any:
+def _build(name: str, seed: int) -> Any:
     from transformers import AutoModelForCausalLM, Starcoder2Config
 
     options, change = ARCHITECTURES[name]
     config = Starcoder2Config(
         vocab_size=BYTES,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
+        hidden_size=SIZES["hidden"],
+        intermediate_size=4 * SIZES["hidden"],
+        num_hidden_layers=SIZES["layers"],
         num_attention_heads=4,
-        max_position_embeddings=seq_len,
+        max_position_embeddings=SIZES["seq_len"],
         use_bias=False,
         bos_token_id=None,
         eos_token_id=None,
