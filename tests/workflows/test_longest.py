@@ -5,11 +5,7 @@ import torch
 
 from recipes_lib.core.measure import PeakMemory, dry, dry_run
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
-from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.workflows import longest
-
-MIB = 2**20
 
 
 def training_step(model, optimizer):
@@ -33,11 +29,10 @@ def plain_training(family, attention="sdpa", layers=3):
 # --- dry steps ----------------------------------------------------------------------------------
 
 
-# Eager makes [S, S] tensors, which SDPA never does. Gemma 2 caps its scores, which only eager can.
-KERNELS = [("tiny-llama", "sdpa"), ("tiny-llama", "eager"), ("tiny-gemma2", "eager")]
-
-
-@pytest.mark.parametrize(("family", "attention"), KERNELS)
+# Gemma 2 caps its scores, which eager attention makes: tensors [S, S].
+@pytest.mark.parametrize(
+    ("family", "attention"), [("tiny-llama", "sdpa"), ("tiny-gemma2", "eager")]
+)
 def test_a_dry_run_counts_the_bytes_of_a_real_one(family, attention):
     """The mistake: a tensor that only one of them makes, or counts; masks, for instance."""
     with dry_run():
@@ -50,19 +45,6 @@ def test_a_dry_run_counts_the_bytes_of_a_real_one(family, attention):
     assert dry_peak == pytest.approx(real_peak, abs=100_000, rel=0.002)
 
 
-def test_a_dry_run_has_no_data_and_ends():
-    """The mistake: a dry run that goes on, in which nothing is computed."""
-    with dry_run():
-        assert dry()
-        huge = torch.empty(2**50)  # four petabytes
-        with PeakMemory() as memory:
-            twice = torch.cat([huge, huge])
-        assert memory.peak >= 3 * huge.nbytes
-        assert twice.shape == (2**51,)
-    assert not dry()
-    assert torch.ones(2).sum().item() == 2
-
-
 # --- bisection ----------------------------------------------------------------------------------
 
 
@@ -70,7 +52,7 @@ def cubic(tokens):
     return 1000 + tokens**3
 
 
-@pytest.mark.parametrize("start", [1, 99, 100, 101, 5000])
+@pytest.mark.parametrize("start", [1, 100, 5000])
 def test_bisection_finds_the_longest_from_any_guess(start):
     """The mistake: one token too few or too many, or thirty steps."""
     found = longest.find_longest(cubic, limit_bytes=1000 + 100**3, start=start, resolution=0.001)
@@ -102,7 +84,7 @@ def test_a_search_goes_on_from_what_it_knows():
         assert len(found.peaks) - len(known) <= 4
 
 
-@pytest.mark.parametrize(("start", "most"), [(1, 1), (5, 90), (1, 2**30)])
+@pytest.mark.parametrize(("start", "most"), [(5, 90), (1, 2**30)])
 def test_where_everything_fits_the_most_is_the_result(start, most):
     """The mistake: `most` itself is never tried, or a length beyond it is."""
     everything = longest.find_longest(lambda tokens: 8, limit_bytes=8, start=start, most=most)
@@ -129,11 +111,9 @@ def test_prediction_is_the_largest_length_of_the_arithmetic():
 
 
 def test_where_nothing_fits():
-    """The mistake: a length of none as the result; a start beyond the end."""
+    """The mistake: a length of none as the result."""
     with pytest.raises(ValueError, match="not even one token fits"):
         longest.find_longest(cubic, limit_bytes=10, start=8)
-    with pytest.raises(ValueError, match="start=9: give a whole number from 1 to 8"):
-        longest.find_longest(cubic, limit_bytes=10, start=9, most=8)
 
 
 # --- real and dry searches ----------------------------------------------------------------------
@@ -152,19 +132,6 @@ def test_running_out_of_memory_is_a_length_that_does_not_fit():
     assert found.tokens == 37
     assert found.peaks[38] is None
     assert cleared, "what the interrupted step left must go"
-
-
-def test_a_search_goes_on_after_a_backward_that_ran_out_of_memory():
-    """The optimizer has stepped for some weights by then."""
-    model = apply_activation_checkpointing(model_of_shape("tiny-llama", layers=3, device="cpu"))
-    optimizer = apply_optimizer_in_backward(model, lr=1e-5)
-    step = training_step(model, optimizer)
-    with PeakMemory() as memory:
-        limit = memory.current + 3 * MIB
-    peak = longest.peak_of(step, optimizer.zero_grad, limit_bytes=limit)
-    found = longest.find_longest(peak, limit_bytes=limit, start=3000)
-    assert found.peaks[3000] is None
-    assert found.tokens > 100
 
 
 def test_a_search_without_a_gpu_is_dry_and_finds_what_fits():

@@ -24,7 +24,7 @@ SIZES = {
     "intermediate_size": 192,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 2,
 }
 BATCH = {"rows": 8, "tokens": 32}
 FOUR_RANKS = ("HSDP", "FSDP × TP")
@@ -127,20 +127,16 @@ def test_demonstrations(two_ranks, tmp_path):
     assert all(seconds > 0 for seconds in stalls.values())
 
 
-def test_the_same_by_libraries(two_ranks, alone):
+def test_shared_experts_and_sharded_bases_train_the_same(two_ranks):
+    """The mistakes: a mean over ranks of what each has of its own; a base that is whole on each."""
     options = {"steps": 3, **BATCH}
-    experts = [
-        two_ranks.run(libraries.train_experts, shared=shared, experts=8, **options)
-        for shared in (False, True)
-    ]
-    assert experts[1]["losses"] == pytest.approx(experts[0]["losses"], abs=1e-4)
-    assert experts[1]["parameters"] < experts[0]["parameters"]
-    quantized = [
-        two_ranks.run(libraries.train_quantized, shards=shards, sizes=SIZES, **options)
-        for shards in (False, True)
-    ]
-    assert quantized[1]["losses"] == pytest.approx(quantized[0]["losses"], abs=1e-4)
-    assert quantized[1]["parameters"] < 0.6 * quantized[0]["parameters"]
+    experts = partial(two_ranks.run, libraries.train_experts, experts=8, **options)
+    quantized = partial(two_ranks.run, libraries.train_quantized, sizes=SIZES, **options)
+    for train, choice in ((experts, "shared"), (quantized, "shards")):
+        whole = train(**{choice: False})
+        split = train(**{choice: True})
+        assert split["losses"] == pytest.approx(whole["losses"], abs=1e-4), choice
+        assert split["parameters"] < 0.7 * whole["parameters"], choice
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
@@ -166,77 +162,25 @@ def test_bad_input(two_ranks):
 
 # --- what one GPU can show: one rank, and NCCL ----------------------------------------------------
 
-ON_ONE = [name for name in STRATEGIES if name not in FOUR_RANKS]
+# Grids want four ranks, and the kernel of a ring 16 bits.
+ON_ONE = [name for name in STRATEGIES if name not in (*FOUR_RANKS, "context parallel (ring)")]
 # Losses are near 5, and a GPU adds up the products of fp32 in another order than a CPU.
 ROUNDING = 1e-3
 
 
-@pytest.fixture(scope="module")
-def one_gpu():
+@pytest.mark.gpu
+def test_one_rank_on_a_gpu_is_the_same_training(alone, tmp_path):
+    """Catches tensors of a CPU in a collective of NCCL, and times of events that nobody awaits."""
+    shape = {"sizes": SIZES, **BATCH}
     with RankPool(ranks=1, device="cuda") as pool:
-        yield pool
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ON_ONE)
-def test_one_rank_on_a_gpu_is_the_same_training(name, alone, one_gpu):
-    """Catches tensors of a CPU in a collective of NCCL, and kernels that refuse fp32."""
-    run = one_gpu.run(train_on_ranks, strategy=name, sizes=SIZES, steps=3, timeout=120, **BATCH)
-    assert run.losses == pytest.approx(alone, abs=ROUNDING)
-    weights = 4 * small_llama(sizes=SIZES, tokens=BATCH["tokens"]).num_parameters()
-    assert run.parameters == run.gradients == weights
-    assert 2 * weights <= run.states < 2.01 * weights
-
-
-@pytest.mark.gpu
-def test_demonstrations_on_a_gpu(one_gpu, tmp_path):
-    """Catches times of events that nobody has waited for, and parts that are on a GPU."""
-    shape = dict(sizes=SIZES, **BATCH)
-    assert [total for _, _, total in one_gpu.run(demonstrations.who_is_there)] == [1.0]
-    lanes = one_gpu.run(demonstrations.lanes_of_a_step, bucket_megabytes=0.1, **shape)
-    assert len(lanes.communication) > 2
-    for part in lanes.compute:
-        assert 0 <= part.start < part.end
-    grid = dict(schedule="interleaved", micro_batches=4, **shape)
-    actions = one_gpu.run(demonstrations.grid_of_a_pipeline, **grid)
-    assert all(action.begin < action.end for action in actions)
-    dtypes = one_gpu.run(demonstrations.dtypes_in_sixteen_bits, **shape)
-    assert (dtypes["weights at rest"], dtypes["weights in a block"]) == ("float32", "bfloat16")
-    options = {"folder": str(tmp_path / "stalls"), "sizes": SIZES, "tokens": 32}
-    stalls = one_gpu.run(demonstrations.stalls_of_a_save, **options)
-    assert all(seconds > 0 for seconds in stalls.values())
-
-
-@pytest.mark.gpu
-def test_a_checkpoint_of_a_gpu_is_continued_on_a_gpu_and_on_cpus(one_gpu, two_ranks, tmp_path):
-    """Catches parts that are read to the device that has written them."""
-    shape = dict(sizes=SIZES, **BATCH)
-    saving = demonstrations.losses_across_a_checkpoint
-    through = one_gpu.run(saving, folder=str(tmp_path / "a"), steps=4, first=0, **shape)
-    for name, pool in {"gpu": one_gpu, "cpus": two_ranks}.items():
-        folder = str(tmp_path / name)
-        before = one_gpu.run(saving, folder=folder, steps=2, first=0, **shape)
-        after = pool.run(saving, folder=folder, steps=2, first=2, **shape)
-        assert before + after == pytest.approx(through, abs=ROUNDING), name
-
-
-@pytest.mark.gpu
-def test_the_same_by_libraries_on_a_gpu(one_gpu):
-    """Catches shards of a base in 4 bits, and of experts, that stay on the CPU."""
-    options = {"steps": 3, **BATCH}
-    for function, choices in (
-        (partial(one_gpu.run, libraries.train_experts, experts=8), "shared"),
-        (partial(one_gpu.run, libraries.train_quantized, sizes=SIZES), "shards"),
-    ):
-        whole = function(**{choices: False}, **options)
-        split = function(**{choices: True}, **options)
-        assert split["losses"] == pytest.approx(whole["losses"], abs=ROUNDING), choices
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_same_by_deepspeed_on_a_gpu(stage, one_gpu, alone):
-    options = {"stage": stage, "sizes": SIZES, "steps": 3, **BATCH}
-    came = one_gpu.run(libraries.train_with_deepspeed, timeout=300, **options)
-    assert came["losses"] == pytest.approx(alone, abs=ROUNDING)
+        for name in ON_ONE:
+            run = pool.run(train_on_ranks, strategy=name, steps=3, timeout=120, **shape)
+            assert run.losses == pytest.approx(alone, abs=ROUNDING), name
+        lanes = pool.run(demonstrations.lanes_of_a_step, bucket_megabytes=0.1, **shape)
+        assert all(0 <= part.start < part.end for part in lanes.compute)
+        grid = {"schedule": "interleaved", "micro_batches": 4}
+        actions = pool.run(demonstrations.grid_of_a_pipeline, **grid, **shape)
+        assert all(action.begin < action.end for action in actions)
+        save = {"folder": str(tmp_path), "sizes": SIZES, "tokens": 32}
+        stalls = pool.run(demonstrations.stalls_of_a_save, **save)
+        assert all(seconds > 0 for seconds in stalls.values())

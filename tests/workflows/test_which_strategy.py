@@ -2,7 +2,6 @@
 
 import pytest
 
-from recipes_lib.core.measure.machine import GIB
 from recipes_lib.workflows.which_strategy import (
     STRATEGIES,
     predicted_bytes_per_rank,
@@ -33,11 +32,3 @@ def test_each_strategy_keeps_less_than_the_one_before():
         predicted_bytes_per_rank(strategy=name, parameters=8e9, gpus=16) for name in STRATEGIES[:-1]
     ]
     assert sizes == sorted(sizes, reverse=True)
-
-
-def test_bad_input():
-    """The mistake: a card that is all reserve, for which nothing would ever fit."""
-    with pytest.raises(ValueError, match="reserve_bytes"):
-        which_strategy(parameters=1e9, gpus=1, card_bytes=8 * GIB, reserve_bytes=8 * GIB)
-    with pytest.raises(ValueError, match="choose one of"):
-        predicted_bytes_per_rank(strategy="ZeRO-4", parameters=1e9, gpus=2)

@@ -11,10 +11,8 @@ from recipes_lib.core.model.sizes import tensor_bytes
 from recipes_lib.parallel._arithmetic import Kept, kept_whole
 
 
-def predicted_sent_bytes(
-    model: Any, *, rows: int, tokens: int, ranks: int, rank: int, stages_per_rank: int = 1
-) -> int:
-    """Bytes that one rank sends in a step: [B, S, D] over each of its borders, forward and back.
+def predicted_sent_bytes(model: Any, *, rows: int, tokens: int, ranks: int, rank: int) -> int:
+    """Bytes that a rank with one stage sends: [B, S, D] over each of its borders, forward and back.
 
     Together with the gradient of a tied embedding, which the first and the last rank exchange.
     """
@@ -22,11 +20,9 @@ def predicted_sent_bytes(
         return 0
     causal = without_adapters(model)
     hidden = rows * tokens * causal.config.hidden_size * causal.dtype.itemsize
-    borders = 2 * stages_per_rank
-    if rank == 0:
-        borders -= 1  # nothing goes back from the first stage
-    if rank == ranks - 1:
-        borders -= 1  # nothing goes on from the last stage
+    borders = 2
+    if rank in (0, ranks - 1):
+        borders = 1  # nothing goes back from the first stage, nor on from the last
     sent = borders * hidden
     embedding = causal.get_input_embeddings().weight
     tied = embedding is causal.get_output_embeddings().weight

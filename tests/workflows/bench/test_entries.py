@@ -15,7 +15,7 @@ COMPILED = "compiled_blocks"
 
 @pytest.fixture(scope="module")
 def bench():
-    return Bench("tiny-llama", 8, 64, micro_batches=8, layers=8)
+    return Bench("tiny-llama", 4, 64, micro_batches=4, layers=4)
 
 
 def trained(bench, name):
@@ -54,12 +54,6 @@ def test_the_step_in_backward_is_on(bench):
     model, _, _ = bench.arrange("optimizer_in_backward", bench.fresh())
     model(**bench.batch(model), use_cache=False).loss.backward()
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_what_a_technique_refuses_reaches_the_user():
-    small = Bench("tiny-gpt2", 4, 32, micro_batches=4)
-    with pytest.raises(ValueError, match="in host memory already"):
-        small.arrange(ON_A_GPU, small.fresh())
 
 
 @pytest.mark.gpu

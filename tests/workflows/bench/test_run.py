@@ -7,7 +7,7 @@ import torch
 
 from recipes_lib.training import compiled_blocks
 from recipes_lib.workflows.bench import run
-from recipes_lib.workflows.bench.run import Bench, techniques
+from recipes_lib.workflows.bench.run import Bench
 
 
 @pytest.fixture
@@ -62,11 +62,6 @@ def test_compiled_blocks_have_a_timeline_too(bench, tmp_path, monkeypatch, capsy
     print(ladder)  # a row without a prediction has a line, too
     # In its timeline the blocks are plain ones.
     assert timelines["compiled_blocks"].peak == pytest.approx(ladder.rows[0].peak_bytes, rel=0.01)
-
-
-def test_names_stand_in_the_order_of_the_alphabet():
-    """The mistake: the tables of the benchmarks, which have this order, jump."""
-    assert techniques() == sorted(techniques())
 
 
 def test_what_cannot_be_measured_is_refused(bench):
