@@ -44,7 +44,7 @@ CHECKED := tests/test_architecture.py tests/test_public_names.py tests/core/mode
 check: lint  ## Lint and the one-minute core of the tests, for while you work
 	$(PYTEST) -m "not survey" $(if $(NAMED),,$(CHECKED)) $(ARGS)
 
-survey: $(READY)  ## What takes long, weekly: every family of models (docs/families.md), the tools of others
+survey: $(READY)  ## What takes long, weekly: every technique on every family of models (docs/families.md)
 	FAMILIES=all $(PYTEST) -m survey tests $(ARGS)
 
 lint: $(READY)

@@ -1,9 +1,8 @@
-"""docs/families.md: which technique runs on which family, and what the refusals say."""
+"""docs/families.md: which technique runs on which family."""
 
 from __future__ import annotations
 
 import datetime
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,10 +13,8 @@ import transformers
 from tests.families.parity import Outcome
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-PARTS = "Layer|Block|MLP|MoE|Moe|Mixer|Config|Experts|Router|Attention|Model|Decoder|Encoder"
 SIGNS = {"equal": "=", "refused": "x", "untested": "?", "wrong": "!", "crash": "!"}
 NO_CAUSAL_LM = "-"
-RARE = 3  # families, below which a refusal is only counted
 
 HEAD = """# Every technique on every family of causal LMs
 
@@ -50,8 +47,6 @@ def write_page(outcomes: dict[tuple[str, str], Outcome]) -> None:
         untested=kinds["untested"],
     )
     lines = [head, *_counts(outcomes, techniques), LEGEND, *_grid(outcomes, families, techniques)]
-    lines += ["", "## What the refusals say", "", *_refusals(outcomes, techniques)]
-    lines += ["", "## What could not be tested", "", *_untested(outcomes)]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -86,54 +81,3 @@ def _sign(found: Outcome | None) -> str:
     if found.kind == "refused" and "give a decoder-only model" in found.text:
         return NO_CAUSAL_LM
     return SIGNS[found.kind]
-
-
-def _refusals(outcomes: dict[tuple[str, str], Outcome], techniques: list[str]) -> list[str]:
-    """Of each technique the sentences, with the number of families that get them."""
-    found: dict[str, dict[str, int]] = {}
-    for technique in techniques:
-        sentences = Counter(
-            _of_any_family(each.text)
-            for (_, name), each in outcomes.items()
-            if name == technique and _sign(each) == SIGNS["refused"]
-        )
-        for sentence, families in sentences.items():
-            found.setdefault(sentence, {})[technique.replace("_", " ")] = families
-    lines = []
-    rare = Counter()
-    for sentence, of_techniques in found.items():
-        if max(of_techniques.values()) < RARE:
-            rare.update(of_techniques)
-            continue
-        where = ", ".join(f"{name} ({count})" for name, count in of_techniques.items())
-        lines.append(f"- **{where}**: {sentence}")
-    others = ", ".join(f"{name} ({count})" for name, count in rare.items())
-    return [*lines, f"- Others, of one or two families each: {others}."]
-
-
-def _of_any_family(sentence: str) -> str:
-    """The sentence without what differs from family to family: names of classes, and numbers."""
-    sentence = re.sub(r"\b\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)\b", "…", sentence)
-    sentence = re.sub(r"\b\w*[a-z]\w*(\.\w+){2,}", "…", sentence)
-    sentence = re.sub(rf"\b[A-Z]\w+({PARTS})\w*", "…", sentence)
-    sentence = re.sub(r"\b\d+(\.\d+)?(e-?\d+)?\b", "N", sentence)
-    sentence = re.sub(r"\(([^()]*…[^()]*|[^()]*N[^()]*)\)", "(…)", sentence)
-    sentence = re.sub(r"(differs from Llama in) .* of its", r"\1 … of its", sentence)
-    return sentence.replace("|", "\\|")
-
-
-def _untested(outcomes: dict[tuple[str, str], Outcome]) -> list[str]:
-    """One line for each reason, with the families and techniques that it concerns."""
-    places: dict[str, list[tuple[str, str]]] = {}
-    for place, found in outcomes.items():
-        if found.kind == "untested":
-            places.setdefault(found.text[:120], []).append(place)
-    lines = []
-    for reason, cells in places.items():
-        families = ", ".join(dict.fromkeys(family for family, _ in cells))
-        techniques = list(dict.fromkeys(technique for _, technique in cells))
-        which = ", ".join(name.replace("_", " ") for name in techniques[:3])
-        if len(techniques) > 3:
-            which = "all"
-        lines.append(f"- {families} ({which}): {reason}")
-    return lines

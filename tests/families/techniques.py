@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from recipes_lib.architecture.grouped_query_attention import apply_grouped_query_attention
 from recipes_lib.architecture.mixture_of_experts import apply_grouped_experts
 from recipes_lib.architecture.rms_norm import apply_rms_norm
-from recipes_lib.architecture.rope import apply_rope_scaling, position_losses
+from recipes_lib.architecture.rope import apply_rope_scaling
 from recipes_lib.architecture.swiglu import SwiGLU, apply_swiglu
 from recipes_lib.architecture.tied_embeddings import apply_tied_embeddings, untie_embeddings
 from recipes_lib.attention.block_sparse import apply_block_sparse
@@ -35,8 +35,6 @@ from recipes_lib.compression.pruning import apply_pruning
 from recipes_lib.compression.student import make_student
 from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.model.decoding import greedy
-from recipes_lib.core.model.output_layer import require_shifted_loss
-from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
 from recipes_lib.fine_tuning.qlora import (
     apply_qlora,
@@ -97,13 +95,6 @@ def checkpointing(family: Family) -> None:
     require_same(step(model, padded_batch()), family.reference())
 
 
-def checkpointing_with_a_cache(family: Family) -> None:
-    """With a cache, as most configurations ask for."""
-    with_a_cache(family)
-    model = apply(apply_activation_checkpointing, family.model())
-    require_same(step(model, padded_batch(), use_cache=True), family.reference())
-
-
 def selective_checkpointing(family: Family) -> None:
     model = apply(apply_activation_checkpointing, family.model(), mode="selective")
     require_same(step(model, padded_batch()), family.reference())
@@ -112,18 +103,6 @@ def selective_checkpointing(family: Family) -> None:
 def nested_checkpointing(family: Family) -> None:
     model = apply(apply_nested_checkpointing, family.model(), group=2)
     require_same(step(model, padded_batch()), family.reference())
-
-
-def with_a_cache(family: Family) -> None:
-    """Whether transformers itself can train this family with a cache."""
-    with reference():
-        step(family.eager(), padded_batch(), use_cache=True)
-
-
-def nested_with_a_cache(family: Family) -> None:
-    with_a_cache(family)
-    model = apply(apply_nested_checkpointing, family.model(), group=2)
-    require_same(step(model, padded_batch(), use_cache=True), family.reference())
 
 
 def activation_offload(family: Family) -> None:
@@ -137,11 +116,6 @@ def activation_offload(family: Family) -> None:
 
 def tiled_mlp(family: Family) -> None:
     model = apply(apply_tiled_mlp, family.model(), tile_size=5)
-    require_same(step(model, padded_batch()), family.reference())
-
-
-def tiled_norms(family: Family) -> None:
-    model = apply(apply_tiled_mlp, family.model(), tile_size=5, norms=True)
     require_same(step(model, padded_batch()), family.reference())
 
 
@@ -274,15 +248,6 @@ def block_sparse(family: Family) -> None:
     require_same(step(model, full_batch()), under_a_mask(family, reads()))
 
 
-def block_sparse_documents(family: Family) -> None:
-    """Documents side by side in a row: stride 1 reads every block, so each is as alone."""
-    require_shifted_loss(family.model())  # of other losses the reference counts other targets
-    rows = documents()
-    batch = collate_packed(pack_sequences(rows, length=LENGTH_OF_PACK), pad_token_id=3)
-    model = apply(apply_block_sparse, family.model(), block_size=4, stride=1)
-    require_same(step(model, batch), each_document_alone(family, rows))
-
-
 PATTERN = {"block_size": 4, "local": 2, "global_blocks": 1, "stride": 3}
 
 
@@ -310,24 +275,12 @@ def under_a_mask(family: Family, allowed: Tensor) -> dict[str, Tensor]:
 # --- architecture ---------------------------------------------------------------------------------
 
 
-def rope_linear(family: Family) -> None:
-    rope_scaling(family, "linear")
-
-
-def rope_dynamic(family: Family) -> None:
-    rope_scaling(family, "dynamic")
-
-
-def rope_yarn(family: Family) -> None:
-    rope_scaling(family, "yarn")
-
-
-def rope_scaling(family: Family, kind: str) -> None:
+def rope_scaling(family: Family) -> None:
     """What transformers builds from the scaled configuration, and loads from its file."""
     plain = family.model().eval()
-    model = apply(apply_rope_scaling, family.model().eval(), kind=kind, factor=2.0)
+    model = apply(apply_rope_scaling, family.model().eval(), kind="yarn", factor=2.0)
     got = logits(model)
-    if kind != "dynamic" and torch.equal(got["logits"], logits(plain)["logits"]):
+    if torch.equal(got["logits"], logits(plain)["logits"]):
         raise Wrong("scaled, and the model computes the same as before")
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -667,26 +620,6 @@ def student(family: Family) -> None:
     require_same({"loss": step(smaller, padded_batch())["loss"]}, {"loss": expected})
 
 
-# --- losses ---------------------------------------------------------------------------------------
-
-
-def answer_loss(family: Family) -> None:
-    batch = padded_batch()
-    model = family.model()
-    total = completion_only_loss(model, batch)
-    loss = total / (batch["labels"][:, 1:] != -100).sum()
-    loss.backward()
-    require_same({"loss": loss.detach()} | gradients(model), family.reference())
-
-
-def losses_along_a_text(family: Family) -> None:
-    row = full_batch()["input_ids"][:1]
-    losses = position_losses(family.model().eval(), row, window=row.shape[1])
-    with reference(), torch.no_grad():
-        expected = family.eager().eval()(input_ids=row, labels=row, use_cache=False).loss
-    require_same({"loss": torch.tensor(losses[0])}, {"loss": expected})
-
-
 # --- inference ------------------------------------------------------------------------------------
 
 
@@ -720,13 +653,10 @@ TECHNIQUES: dict[str, Callable[[Family], None]] = {
     for function in (
         chunked_cross_entropy,
         checkpointing,
-        checkpointing_with_a_cache,
         selective_checkpointing,
         nested_checkpointing,
-        nested_with_a_cache,
         activation_offload,
         tiled_mlp,
-        tiled_norms,
         head_groups,
         optimizer_in_backward,
         optimizer_offload,
@@ -736,10 +666,7 @@ TECHNIQUES: dict[str, Callable[[Family], None]] = {
         flash_attention,
         sliding_window,
         block_sparse,
-        block_sparse_documents,
-        rope_linear,
-        rope_dynamic,
-        rope_yarn,
+        rope_scaling,
         rms_norm,
         tied_embeddings,
         grouped_experts,
@@ -755,8 +682,6 @@ TECHNIQUES: dict[str, Callable[[Family], None]] = {
         pruning,
         distillation,
         student,
-        answer_loss,
-        losses_along_a_text,
         decode_loop,
     )
 }

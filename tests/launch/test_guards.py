@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
+from tests.core.refusal import refusal
 from tests.launch.scripts import load
 
 guards = load("guards")
@@ -32,11 +33,10 @@ def test_another_number_of_ranks_is_refused(torchrun):
         guards.require_torchrun(16)
 
 
-@pytest.mark.parametrize("library", ["FSDP", "DEEPSPEED"])
-def test_settings_that_nobody_reads_are_refused(monkeypatch, library):
+def test_settings_that_nobody_reads_are_refused(monkeypatch):
     guards.refuse_settings_of_accelerate()
-    monkeypatch.setenv(f"ACCELERATE_USE_{library}", "true")
-    with pytest.raises(ValueError, match=library):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="FSDP"):
         guards.refuse_settings_of_accelerate()
 
 
@@ -51,25 +51,23 @@ def one():
     return 1
 
 
-def rows_of(kind):
-    """On a rank: do the guards take rows that are the same on all ranks, and others?"""
-    rows = torch.arange(6).view(2, 3)
-    if kind == "other":
-        rows = rows + torch.distributed.get_rank()
-    taken = []
+def rows_of_ranks():
+    """On a rank: what is said about rows that are the same on all ranks, and others."""
+    same = torch.arange(6).view(2, 3)
+    other = same + torch.distributed.get_rank()
+    found = {}
     for shared in (True, False):
-        try:
-            guards.require_rows_of_ranks(rows, shared=shared)
-            taken.append(shared)
-        except ValueError:
-            pass
-    return taken
+        found["same", shared] = refusal(guards.require_rows_of_ranks, same, shared=shared)
+        found["other", shared] = refusal(guards.require_rows_of_ranks, other, shared=shared)
+    return found
 
 
 def test_rows_of_ranks(two_ranks):
     """Ranks that divide a batch read other rows, and ranks that divide a layer the same."""
-    assert two_ranks.run(rows_of, kind="same") == [True]
-    assert two_ranks.run(rows_of, kind="other") == [False]
+    found = two_ranks.run(rows_of_ranks)
+    assert found["same", True] is found["other", False] is None
+    assert "read 1 different" in found["same", False]
+    assert "read 2 different" in found["other", True]
 
 
 def told_about_the_folder(folder, own):
@@ -78,19 +76,12 @@ def told_about_the_folder(folder, own):
     if own:
         folder = folder / str(torch.distributed.get_rank())
         folder.mkdir()
-    try:
-        guards.require_shared_folder(folder)
-        told = ""
-    except ValueError as error:
-        told = str(error)
-    of_all_ranks = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_all_ranks, told)
-    return of_all_ranks
+    return guards.of_all_ranks(refusal(guards.require_shared_folder, folder))
 
 
 def test_a_folder_that_is_not_shared_is_refused(two_ranks, tmp_path):
     """Each machine has a folder of that name; a checkpoint would lie in parts on all of them."""
-    assert two_ranks.run(told_about_the_folder, folder=str(tmp_path), own=False) == ["", ""]
+    assert two_ranks.run(told_about_the_folder, folder=str(tmp_path), own=False) == [None, None]
     assert list(tmp_path.iterdir()) == []
     for told in two_ranks.run(told_about_the_folder, folder=str(tmp_path), own=True):
         assert "ranks [1] do not see what rank 0 writes" in told

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.survey
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 STEPS = 3
 
