@@ -1,20 +1,16 @@
 """`torch.compile` of a whole model that techniques have changed: the same loss, the same gradients.
 
 Each technique has its own test without the compiler. What it catches here is code that the compiler
-cannot trace: a context for a checkpoint, hooks that open and close an autocast, a mask that is
-asked for while nothing has a value yet. Tracing takes its time for each block, chunk and tile: the
-models have as few of them as show the mistake.
+cannot trace: a context for a checkpoint, hooks that open and close an autocast. Tracing takes its
+time for each block, chunk and tile: the models have as few of them as show the mistake.
 """
 
 import pytest
 import torch
 
-from recipes_lib.attention.sliding_window import apply_sliding_window
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
-from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 
 IDS = torch.arange(1, 33).view(2, 16)
@@ -22,13 +18,6 @@ IDS = torch.arange(1, 33).view(2, 16)
 
 def selective(model):
     return apply_activation_checkpointing(model, mode="selective")
-
-
-def windowed_and_nested(model):
-    model = apply_lora(
-        apply_sliding_window(model, window=4, sinks=1), rank=2, target_modules=["o_proj"]
-    )
-    return apply_nested_checkpointing(model, group=2)
 
 
 def tiled_checkpointed_and_chunked(model):
@@ -47,7 +36,6 @@ def loss_and_gradients(model):
     ("apply", "shape", "layers"),
     [
         (selective, "tiny-qwen3", 1),
-        (windowed_and_nested, "tiny-llama", 2),
         (tiled_checkpointed_and_chunked, "tiny-gpt2", 1),
     ],
 )
@@ -58,12 +46,3 @@ def test_a_compiled_model_has_the_same_loss_and_gradients(apply, shape, layers):
     torch._dynamo.reset()
     model.compile(backend="eager")  # traced as by every backend, and then run as it is
     torch.testing.assert_close(loss_and_gradients(model), expected)
-    if apply is windowed_and_nested:
-        refuses_packed_rows(model)
-
-
-def refuses_packed_rows(model):
-    """transformers looks for them where there are values, and a trace has none."""
-    positions = torch.arange(8).repeat(2, 2)  # [2, 16]: two documents in each row
-    with pytest.raises(ValueError, match="positions restart"):
-        model(input_ids=IDS, position_ids=positions, use_cache=False)

@@ -48,11 +48,6 @@ def test_every_number_of_a_nested_run_becomes_a_record():
     assert found["", "verdict"]["low"] == -1.2
 
 
-def test_rows_that_are_records_stay_as_they_are():
-    row = {"row": "LoRA", "metric": "peak", "value": 5, "low": None, "high": None, "unit": "MiB"}
-    assert record.records_of("01", {"rows": [row]}) == [row | {"notebook": "01"}]
-
-
 def test_a_time_whose_turns_differ_is_withdrawn():
     """The mistake: "2.72× (1.25–13.82)" is quoted as the price of a recipe."""
     row = {"name": "offload", "ratio": 2.7, "ratio_low": 1.2, "ratio_high": 13.8}
@@ -95,9 +90,3 @@ def test_small_sizes_and_runs_that_were_cut_are_not_recorded(tmp_path, content, 
     path = written(tmp_path, "distillation", content, **facts)
     with pytest.raises(ValueError, match=why):
         record.keep_run(path)
-
-
-def test_a_ladder_is_kept_by_its_number(tmp_path):
-    path = written(tmp_path, "03_optimizing_inference_speed", {"rows": [{"name": "int8", "x": 1}]})
-    record.keep_run(path, folder=tmp_path)
-    assert record.newest("03", folder=tmp_path).rows["int8"]["x"] == 1
