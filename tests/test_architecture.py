@@ -268,19 +268,3 @@ def unreadable(source: str) -> list[str]:
 def test_code_can_be_read_aloud():
     sources = [(name(path), path.read_text(encoding="utf-8")) for path in EVERY_FILE]
     assert {path: unreadable(source) for path, source in sources if unreadable(source)} == {}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "x = 1 if a else 2 if b else 3",
-        "f(y := 3)",
-        "x = width * (a == b)",
-        "ready or start()",
-        "def f():\n    return 1, lambda: 2",
-        "x = [[b for b in a] for a in c]",
-        "def f():\n" + "    x = 1\n" * (LONGEST_FUNCTION + 1),
-    ],
-)
-def test_the_rules_of_reading_can_fail(line):
-    assert len(unreadable(line)) == 1

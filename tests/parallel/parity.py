@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 import transformers
+from torch import distributed
 from torch.nn import functional as F
 
-from recipes_lib.core.ranks.rank_step import rank_rows
+from recipes_lib.core.ranks.rank_step import rank_rows, rank_step
 from tests.small_models import as_if_trained
 
 VOCABULARY = 256
@@ -122,6 +123,21 @@ def train_alone(steps=4, make=tiny_model, optimizer=sgd, max_norm=MAX_NORM, **op
         updates.zero_grad()
         losses.append(loss.item())
     return Run(losses, whole_parameters(model))
+
+
+def train_on_rank(model, optimizer, steps, *, count=1, step=rank_step, **options):
+    """On a rank: the same steps by `rank_step` or its like, on this rank's rows. Returns a Run."""
+    losses = [
+        step(model, optimizer, own_batches(number, count), **options) for number in range(steps)
+    ]
+    return Run(losses, whole_parameters(model))
+
+
+def of_all_ranks(value):
+    """On a rank: a list of each rank's value."""
+    found = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return found
 
 
 def whole_parameters(model):

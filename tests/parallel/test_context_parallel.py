@@ -36,6 +36,7 @@ from tests.parallel.parity import (
     global_batch,
     largest_difference,
     loss_sum,
+    of_all_ranks,
     sgd,
     tiny_model,
     train_alone,
@@ -47,13 +48,6 @@ HEAD = 16  # E
 SCALE = HEAD**-0.5
 
 # --- exact ----------------------------------------------------------------------------------------
-
-
-def of_all_ranks(value):
-    """A list of each rank's value."""
-    found = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, value)
-    return found
 
 
 def inputs(heads, kv_heads, seq, dtype):
@@ -247,23 +241,6 @@ def test_a_copy_with_checkpoints_has_the_same_gradients(two_ranks):
     """The mistakes: a model that cannot be copied, messages that the second forward mixes up."""
     run = two_ranks.run(loss_and_gradients_of_a_copy)
     assert largest_difference(run, loss_and_gradients_alone()) < TOLERANCE
-
-
-def dtypes_under_autocast():
-    """Of what attention gives to the layer after it, in a ring and with Ulysses."""
-    found = []
-    for kind in ("ring", "ulysses"):
-        model = apply_context_parallel(tiny_model(), kind=kind)
-        layer = model.model.layers[0].self_attn.o_proj
-        layer.register_forward_pre_hook(lambda _, given: found.append(given[0].dtype))
-        with torch.autocast("cpu", torch.bfloat16):
-            model(**shard_sequence(model, **global_batch(0)))
-    return found
-
-
-def test_under_autocast_attention_is_in_sixteen_bits(two_ranks):
-    """As PyTorch's own attention. Positions turn queries and keys in fp32, and values are bf16."""
-    assert two_ranks.run(dtypes_under_autocast) == [torch.bfloat16, torch.bfloat16]
 
 
 def step_on_a_gpu(dtype, autocast=None):

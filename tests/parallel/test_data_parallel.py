@@ -21,6 +21,7 @@ from tests.parallel.parity import (
     sgd,
     tiny_model,
     train_alone,
+    train_on_rank,
     whole_parameters,
 )
 
@@ -28,15 +29,11 @@ ONE_BUCKET = 1e6  # MiB
 NO_CLIPPING = 1e9  # a norm that no gradient has: a factor in all gradients shows
 
 
-def train(steps=4, count=1, seed_of_rank=False, max_norm=MAX_NORM, **options):
+def train(count=1, seed_of_rank=False, max_norm=MAX_NORM, **options):
     model = tiny_model(seed=rank() if seed_of_rank else 0)
     wrapper = apply_data_parallel(model, **options)
-    optimizer = sgd(model.parameters())
-    losses = []
-    for step in range(steps):
-        batches = own_batches(step, count)
-        losses.append(data_parallel_step(wrapper, optimizer, batches, max_norm=max_norm))
-    return Run(losses, whole_parameters(wrapper))
+    by = {"step": data_parallel_step, "count": count, "max_norm": max_norm}
+    return train_on_rank(wrapper, sgd(model.parameters()), 4, **by)
 
 
 # --- the same training ----------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from recipes_lib.core.model.sizes import tensor_bytes
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
-from recipes_lib.core.ranks.rank_step import rank_step
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.fully_sharded.precision import dtypes_of_step
@@ -14,14 +13,13 @@ from recipes_lib.parallel.fully_sharded.strategies import STRATEGIES, measured_s
 from tests.core.refusal import refusal
 from tests.parallel.parity import (
     TOLERANCE,
-    Run,
     adamw,
     largest_difference,
     own_batches,
     sgd,
     tiny_model,
     train_alone,
-    whole_parameters,
+    train_on_rank,
 )
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
@@ -38,11 +36,8 @@ def train(make="sgd", micro_batches=1, reduce_each=False, copies=1, tied=False, 
         options["mesh"] = mesh_of(copies=copies, parts=world_size() // copies)
     apply_fully_sharded(model, **options)
     optimizer = OPTIMIZERS[make](model.parameters())
-    losses = []
-    for step in range(STEPS):
-        batches = own_batches(step, micro_batches)
-        losses.append(rank_step(model, optimizer, batches, max_norm=1.0, reduce_each=reduce_each))
-    return Run(losses, whole_parameters(model))
+    how = {"count": micro_batches, "max_norm": 1.0, "reduce_each": reduce_each}
+    return train_on_rank(model, optimizer, STEPS, **how)
 
 
 def several(runs):

@@ -33,6 +33,7 @@ from tests.parallel.parity import (
     global_batch,
     largest_difference,
     loss_sum,
+    of_all_ranks,
     sgd,
     tiny_model,
     train_alone,
@@ -98,13 +99,6 @@ def test_the_bubble_of_the_orders_is_that_of_the_formula(schedule, ranks, micro_
 
 
 # --- training -------------------------------------------------------------------------------------
-
-
-def of_all_ranks(value):
-    """A list of each rank's value."""
-    found = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, value)
-    return found
 
 
 def parameters_of_all(pipeline):

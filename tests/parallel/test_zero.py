@@ -1,8 +1,7 @@
 import pytest
 import torch
-from torch import distributed
 
-from recipes_lib.core.ranks import rank, world_size
+from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import rank_step
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
@@ -12,28 +11,23 @@ from tests.core.refusal import refusal
 from tests.parallel.parity import (
     MAX_NORM,
     TOLERANCE,
-    Run,
     adamw,
     largest_difference,
+    of_all_ranks,
     own_batches,
     tiny_model,
     train_alone,
-    whole_parameters,
+    train_on_rank,
 )
 
 ADAMW = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.01}
 NO_CLIPPING = 1e9  # a norm that no gradient has: a factor in all gradients shows
 
 
-def train(stage, steps=4, count=1, reduce_each=False, seed_of_rank=False, max_norm=MAX_NORM):
+def train(stage, seed_of_rank=False, max_norm=MAX_NORM, **options):
     model = tiny_model(seed=rank() if seed_of_rank else 0)
     model, optimizer = apply_zero(model, torch.optim.AdamW, stage=stage, **ADAMW)
-    losses = []
-    for step in range(steps):
-        batches = own_batches(step, count)
-        loss = rank_step(model, optimizer, batches, max_norm=max_norm, reduce_each=reduce_each)
-        losses.append(loss)
-    return Run(losses, whole_parameters(model))
+    return train_on_rank(model, optimizer, 4, max_norm=max_norm, **options)
 
 
 # --- the same training ----------------------------------------------------------------------------
@@ -71,9 +65,7 @@ def held(stage):
     with_hook = optimizer.register_step_pre_hook(before_step)
     rank_step(model, optimizer, own_batches(1))
     with_hook.remove()
-    of_ranks = [None] * world_size()
-    distributed.all_gather_object(of_ranks, between[0])
-    return of_ranks
+    return of_all_ranks(between[0])
 
 
 def held_in_all_stages():

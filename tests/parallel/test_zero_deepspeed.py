@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 
 from recipes_lib.core.measure import bytes_alive
 from recipes_lib.core.ranks import rank, world_size
-from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.parallel.zero.deepspeed import (
     FOLDER,
     apply_deepspeed,
@@ -24,6 +22,7 @@ from tests.parallel.parity import (
     Run,
     adamw,
     largest_difference,
+    of_all_ranks,
     own_batches,
     tiny_model,
     train_alone,
@@ -142,9 +141,7 @@ def bytes_of_ranks(name):
     deepspeed_step(engine, own_batches(0))
     after_step = bytes_alive() - before + weights
     held |= held_bytes(engine)
-    of_ranks = [None] * world_size()
-    distributed.all_gather_object(of_ranks, (held, after_step))
-    return of_ranks
+    return of_all_ranks((held, after_step))
 
 
 def gradient_bytes(engine):
@@ -178,35 +175,6 @@ def test_bytes_of_each_rank_are_those_of_the_table(two_ranks):
             assert held == pytest.approx(expected | {"gradients": whole / 2}, rel=0.001), name
             # Nothing else is there: the account of all live tensors sees no more than that.
             assert alive == pytest.approx(at_rest, rel=0.02), name
-
-
-def sent(name, **settings):
-    config = json.loads(config_file(name).read_text())
-    config["zero_optimization"].update(settings)
-    engine = make_engine(tiny_model(), config)
-    deepspeed_step(engine, own_batches(0))
-    with count_traffic() as traffic:
-        deepspeed_step(engine, own_batches(1))
-    return traffic.sent
-
-
-def sent_of_all():
-    """Bytes by stage; and of stage 3 without the parameters that it keeps whole."""
-    kept = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-    return {name: sent(name) for name in ("zero1", "zero2", "zero3")} | {
-        "again": sent("zero3", **kept),
-        "to the owner": sent("zero2", use_multi_rank_bucket_allreduce=False),
-    }
-
-
-@needs_deepspeed
-def test_sent_bytes_are_those_of_the_text(two_ranks):
-    """The mistake: stage 3 keeps a small model whole until backward, and says nothing."""
-    measured = two_ranks.run(sent_of_all)
-    whole = sum(4 * parameter.numel() for parameter in tiny_model().parameters())
-    times = {"zero1": 3, "zero2": 3, "zero3": 2, "again": 3, "to the owner": 2}
-    for name, factor in times.items():
-        assert measured[name] == pytest.approx(factor / 2 * whole, rel=0.01), name
 
 
 def refusals():

@@ -72,7 +72,7 @@ def test_what_make_run_has_executed_here_is_what_opens(project):
 
 
 def test_an_old_execution_is_not_what_opens(project):
-    write(project / "runs" / NAME, "0 + 1", output="this machine's")
+    write(project / "runs" / NAME, "0 + 1", output="of older cells")
     lab.make_copies(project)
     assert shown(project / "lab" / NAME) == ("1 + 1", "committed")
 
