@@ -63,16 +63,6 @@ def test_a_longer_name_is_another_repository(tmp_path):
     assert readme.read_text() == f"{link}-data https://github.com/{NEW}."
 
 
-def test_every_notebook_is_found_and_cloned_at_the_address(files):
-    """One badge per notebook, and one line that clones the repository."""
-    address = present_address(ROOT)
-    for path in files:
-        if path.parent.name == "source" and path.suffix == ".py":
-            text = path.read_text(encoding="utf-8")
-            assert f"colab.research.google.com/github/{address}/blob/main/notebooks/" in text
-            assert f'"https://github.com/{address}"' in text
-
-
 def test_no_other_address_of_this_repository(files):
     """The mistake: a link that somebody wrote with an address of before."""
     name = "llm-training-recipes"
