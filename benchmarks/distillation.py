@@ -36,6 +36,8 @@ from recipes_lib.core.model.default_model import model_source
 from recipes_lib.core.model.sizes import weight_bytes
 
 WAYS = ("labels", "teacher")
+NEW_TOKENS = 32  # whose seconds are taken
+ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -127,20 +129,17 @@ def held_out_loss(model: Any, rows: Sequence[Row]) -> float:
     return (losses.sum() / targets.sum()).item()
 
 
-def decode_seconds(
-    models: dict[str, Any], row: Row, *, new_tokens: int = 32, rounds: int = 3
-) -> dict[str, float]:
+def decode_seconds(models: dict[str, Any], row: Row) -> dict[str, float]:
     """Median seconds per token of HF's greedy `generate` after a prompt, in turns."""
     prompt = torch.tensor([row["input_ids"][:32]], device=machine().device)
-    options = GREEDY | {"pad_token_id": study.PAD, "eos_token_id": None}
+    length = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
+    options = GREEDY | length | {"pad_token_id": study.PAD, "eos_token_id": None}
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name, model in models.items():
             start = study.clock()
-            model.eval().generate(
-                prompt, **options, min_new_tokens=new_tokens, max_new_tokens=new_tokens
-            )
-            seconds[name].append((study.clock() - start) / new_tokens)
+            model.eval().generate(prompt, **options)
+            seconds[name].append((study.clock() - start) / NEW_TOKENS)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

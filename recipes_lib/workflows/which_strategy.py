@@ -14,7 +14,7 @@ go from the strategy that sends least to the one that keeps least, and take the 
 
 P parameters in fp32 with AdamW: 4 bytes of weight, 4 of gradient, 8 of states. Mixed precision by
 autocast has the same 16. FSDP on more than some hundred GPUs waits for its collectives: from
-`most_data_parallel` ranks on, a part of the ranks shares the work inside of a block instead.
+MOST_DATA_PARALLEL ranks on, a part of the ranks shares the work inside of a block instead.
 
 Source: Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5; Tazi et al., "The Ultra-Scale
 Playbook" (2025), on when to combine.
@@ -26,6 +26,7 @@ from recipes_lib.core.measure.machine import GIB
 
 BLOCKS = 32  # a model's largest unit is about this part of it
 TENSOR_RANKS = 8  # the GPUs of a node, which have the fast links that tensor parallelism needs
+MOST_DATA_PARALLEL = 512  # ranks: beyond them FSDP alone is not taken
 STRATEGIES = ("one GPU", "DDP", "ZeRO-1", "ZeRO-2", "FSDP (ZeRO-3)", "FSDP × TP", "does not fit")
 
 
@@ -54,7 +55,6 @@ def which_strategy(
     gpus: int,
     card_bytes: float = 80 * GIB,
     reserve_bytes: float = 10 * GIB,
-    most_data_parallel: int = 512,
 ) -> str:
     """The first of STRATEGIES that fits.
 
@@ -63,11 +63,10 @@ def which_strategy(
         gpus: how many cards there are.
         card_bytes: memory of one card.
         reserve_bytes: what activations and the framework need of it.
-        most_data_parallel: beyond this number of ranks, FSDP alone is not taken.
     """
     room = card_bytes - reserve_bytes
     possible = ["one GPU"] if gpus == 1 else ["DDP", "ZeRO-1", "ZeRO-2"]
-    if 1 < gpus <= most_data_parallel:
+    if 1 < gpus <= MOST_DATA_PARALLEL:
         possible.append("FSDP (ZeRO-3)")
     if gpus >= TENSOR_RANKS:
         possible.append("FSDP × TP")

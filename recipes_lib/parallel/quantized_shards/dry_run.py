@@ -22,6 +22,7 @@ from recipes_lib.core.ranks.rank_step import sum_of_losses
 from recipes_lib.parallel.quantized_shards import apply_quantized_shards
 from recipes_lib.parallel.quantized_shards.layer import packed_shape
 
+RANK = 16  # of an adapter on every linear layer of the blocks
 AT_REST = ("weights", "gradients", "states")  # in parts, which offload keeps on the host
 
 
@@ -31,26 +32,20 @@ def dry_quantized_rank(
     ranks: int,
     rows: int,
     seq: int,
-    rank: int = 16,
     layers: int | None = None,
-    cut_vocabulary: bool = True,
 ) -> Prediction:
     """Rank 0 of `ranks` in a step of QLoRA with AdamW in bf16, every block checkpointed.
 
     Args:
         shape: a key of `core.model.SHAPES`.
         rows: of `seq` tokens, for each rank.
-        rank: r, of an adapter on every linear layer of the blocks.
         layers: fewer blocks than the shape has.
-        cut_vocabulary: gather embedding and output layer a few rows at a time.
     """
 
     def build() -> tuple[Any, torch.optim.Optimizer, Any]:
-        model = packed_model(shape, rank=rank, layers=layers)
+        model = packed_model(shape, layers=layers)
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model = apply_quantized_shards(
-            model, adapter_dtype=torch.bfloat16, cut_vocabulary=cut_vocabulary
-        )
+        model = apply_quantized_shards(model, adapter_dtype=torch.bfloat16)
         adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         ids = torch.zeros(rows, seq, dtype=torch.long)  # [B, S]
 
@@ -72,7 +67,7 @@ def beside_parts(predicted: Prediction) -> int:
     return max(sizes)
 
 
-def packed_model(shape: str, *, rank: int, layers: int | None = None) -> Any:
+def packed_model(shape: str, *, layers: int | None) -> Any:
     """A bf16 model of a public shape, with adapters and layers that are packed from the start.
 
     To quantize whole layers first would take as many operators again.
@@ -81,7 +76,7 @@ def packed_model(shape: str, *, rank: int, layers: int | None = None) -> Any:
     model = model_of_shape(shape, layers=layers, dtype=torch.bfloat16, device="cpu")
     linears = decoder_blocks(model).named_modules()
     names = {name.rpartition(".")[2] for name, each in linears if isinstance(each, nn.Linear)}
-    config = peft.LoraConfig(r=rank, target_modules=sorted(names), task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=RANK, target_modules=sorted(names), task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, config)
     for name, module in list(model.named_modules()):
         if name.endswith(".base_layer"):

@@ -179,9 +179,9 @@ def context_parallel(model: Any, options: Options, *, kind: str) -> Training:
     return Training(model, optimizer, step)
 
 
-def pipeline(model: Any, options: Options, *, schedule: str = "1f1b") -> Training:
+def pipeline(model: Any, options: Options) -> Training:
     """Some blocks on each rank, micro-batches through all of them."""
-    stages = apply_pipeline_parallel(model, schedule=schedule, micro_batches=options.micro_batches)
+    stages = apply_pipeline_parallel(model, micro_batches=options.micro_batches)
     optimizer = adamw(stages.parameters(), options)
 
     def step(batch: Batch) -> float:

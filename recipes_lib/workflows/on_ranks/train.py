@@ -108,7 +108,6 @@ def train_on_ranks(
     steps: int,
     rows: int,
     tokens: int,
-    micro_batches: int = 4,
 ) -> RankRun:
     """Train a small model with one strategy. Every rank calls it; rank 0's result holds for all.
 
@@ -117,7 +116,6 @@ def train_on_ranks(
         sizes: of the model, see `small_llama`.
         steps: three or more: the first two warm up, and have losses as the others.
         rows: of the whole batch of a step.
-        micro_batches: of the pipeline.
     Raises ValueError for what the strategy cannot divide, and for "one process" on several ranks.
     """
     require_group()
@@ -129,8 +127,7 @@ def train_on_ranks(
         )
     check_whole(least=WARM_UP_STEPS + 1, steps=steps)
     model = small_llama(sizes=sizes, tokens=tokens).to(group_device())
-    options = Options(micro_batches=micro_batches)
-    training = STRATEGIES[strategy](model, options)
+    training = STRATEGIES[strategy](model, Options())
     held = _measured_in_step(training)
     losses = []
     seconds = []
