@@ -1,7 +1,6 @@
 import pytest
 
 from recipes_lib.core.ranks import rank
-from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.data_parallel import (
     apply_data_parallel,
     data_parallel_step,
@@ -9,7 +8,6 @@ from recipes_lib.parallel.data_parallel import (
     threaded_step,
 )
 from recipes_lib.parallel.data_parallel.lanes import WAITING, LaneRecorder
-from tests.core.refusal import refusal
 from tests.parallel.parity import (
     MAX_NORM,
     TOLERANCE,
@@ -116,33 +114,3 @@ def test_threads_equal_one_process():
     with pytest.raises(IndexError):
         threaded_step(replicas, optimizer, broken, tokens)
     assert largest_difference(whole_parameters(replicas[0]), got.parameters) == 0
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-def refusals():
-    """The message of each mistake, on this rank. A rank that raised alone would hang the other."""
-    stepping = tiny_model()
-    apply_optimizer_in_backward(stepping, lr=1e-3)
-    model = tiny_model()
-    model.lm_head.requires_grad_(False)
-    wrapper = apply_data_parallel(model)
-    optimizer = sgd(model.parameters())
-    model.lm_head.requires_grad_(True)
-    shallow = tiny_model(num_hidden_layers=2 + rank())
-    return {
-        "another model": refusal(apply_data_parallel, shallow),
-        "steps in backward": refusal(apply_data_parallel, stepping),
-        "twice": refusal(apply_data_parallel, wrapper),
-        "trains since": refusal(data_parallel_step, wrapper, optimizer, own_batches(0)),
-    }
-
-
-def test_refused_on_every_rank_and_without_a_hang(two_ranks):
-    """The mistakes: ranks that drift apart without an error, or wait for each other for ever."""
-    messages = two_ranks.run(refusals, timeout=60)
-    assert "give the same on all ranks" in messages["another model"]
-    assert "before the ranks average" in messages["steps in backward"]
-    assert "on several ranks already" in messages["twice"]
-    assert "lm_head.weight" in messages["trains since"]

@@ -1,16 +1,13 @@
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.ranks import rank, world_size
+from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
-from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.fully_sharded.precision import dtypes_of_step
 from recipes_lib.parallel.fully_sharded.strategies import STRATEGIES, measured_strategy
-from tests.core.refusal import refusal
 from tests.parallel.parity import (
     TOLERANCE,
     adamw,
@@ -65,28 +62,6 @@ def precision(**options):
 def strategies():
     [batch] = own_batches(0)
     return {name: measured_strategy(tiny_model(), name, batch) for name in STRATEGIES}
-
-
-def refusals():
-    """What apply_fully_sharded says to a mistake, and whether the model is still as it was."""
-    told = {}
-
-    def expect(problem, model, **options):
-        was = isinstance(model, FSDPModule)
-        told[problem] = refusal(apply_fully_sharded, model, **options)
-        assert isinstance(model, FSDPModule) == was, problem
-
-    stepping = tiny_model()
-    apply_optimizer_in_backward(stepping, lr=1e-3)
-    four_bits = tiny_model()
-    four_bits.lm_head.weight.quant_state = "scales"
-    expect("other weights", tiny_model(seed=rank()))
-    expect("other options", tiny_model(), offload=rank() == 0)
-    expect("fp16", tiny_model(), parameter_dtype=torch.float16)
-    expect("steps in backward", stepping)
-    expect("four bits", four_bits)
-    expect("twice", apply_fully_sharded(tiny_model()))
-    return told
 
 
 # --- the same training ----------------------------------------------------------------------------
@@ -157,7 +132,7 @@ def test_the_strategies_as_they_are(four_ranks):
     assert rows["full"].sent > rows["gradients and states"].sent
 
 
-# --- precision, refusals -----------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 def test_what_stays_in_fp32(two_ranks):
@@ -176,14 +151,3 @@ def test_what_stays_in_fp32(two_ranks):
         "states": fp32,
         "frequencies of RoPE": fp32,
     }
-
-
-def test_mistakes_are_refused_on_every_rank(two_ranks):
-    """The mistakes: a model that no rank ever had, or ranks that wait for each other for ever."""
-    told = two_ranks.run(refusals, timeout=60)
-    assert "give the same on all ranks" in told["other weights"]
-    assert "give the same on all ranks" in told["other options"]
-    assert "choose one of" in told["fp16"]
-    assert "takes gradients in backward" in told["steps in backward"]
-    assert "use apply_quantized_shards" in told["four bits"]
-    assert "on several ranks already" in told["twice"]

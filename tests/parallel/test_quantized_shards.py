@@ -3,7 +3,6 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
@@ -16,7 +15,6 @@ from recipes_lib.parallel.quantized_shards import (
 )
 from recipes_lib.parallel.quantized_shards.dry_run import beside_parts, dry_quantized_rank
 from recipes_lib.parallel.quantized_shards.layer import PackedLinear, packed, packed_shape
-from tests.core.refusal import refusal
 from tests.parallel.parity import (
     TOLERANCE,
     Run,
@@ -132,21 +130,6 @@ def odd_vocabulary():
     return found
 
 
-def refusals():
-    """What each mistake is told, and whether the model is still as it was."""
-    told = {}
-
-    def expect(problem, model, **options):
-        before = isinstance(model, FSDPModule), len(layers_of(model))
-        told[problem] = refusal(apply_quantized_shards, model, **options)
-        assert (isinstance(model, FSDPModule), len(layers_of(model))) == before, problem
-
-    expect("other weights", qlora_model(seed=rank()))
-    expect("plain", tiny_model())
-    expect("twice", apply_quantized_shards(qlora_model()))
-    return told
-
-
 # --- the same training ----------------------------------------------------------------------------
 
 RUNS = {
@@ -258,14 +241,3 @@ def test_layers_that_cannot_be_packed():
         packed("layer", four_bits(64, quant_type="nf4", compress_statistics=False))
     with pytest.raises(ValueError, match="share a scale"):
         packed("layer", four_bits(96, quant_type="nf4"))
-
-
-# --- refusals -------------------------------------------------------------------------------------
-
-
-def test_mistakes_are_refused_on_every_rank(two_ranks):
-    """The mistakes: a base that no rank ever had, or ranks that wait for each other for ever."""
-    told = two_ranks.run(refusals, timeout=60)
-    assert "give the same on all ranks" in told["other weights"]
-    assert "no layer in 4 bits" in told["plain"]
-    assert "on several ranks already" in told["twice"]

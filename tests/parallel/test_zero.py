@@ -4,10 +4,8 @@ import torch
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import rank_step
-from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.parallel.zero import apply_zero
 from recipes_lib.parallel.zero.arithmetic import predicted_rank_bytes
-from tests.core.refusal import refusal
 from tests.parallel.parity import (
     MAX_NORM,
     TOLERANCE,
@@ -79,31 +77,3 @@ def test_bytes_on_four_ranks_are_as_predicted(four_ranks):
             model = tiny_model(vocab_size=255)
             expected = predicted_rank_bytes(model, stage=stage, ranks=4, rank=number)
             assert measured == pytest.approx(tuple(expected), rel=0.001)
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-def refusals():
-    """The message of each mistake, on this rank. A rank that raised alone would hang the other."""
-    adamw_in = {"optimizer_class": torch.optim.AdamW, "stage": 3}
-    stepping = tiny_model()
-    apply_optimizer_in_backward(stepping, lr=1e-3)
-    model, optimizer = apply_zero(tiny_model(), torch.optim.AdamW, stage=2, lr=1e-3)
-    return {
-        "another stage": refusal(apply_zero, tiny_model(), **adamw_in | {"stage": 1 + rank()}),
-        "steps in backward": refusal(apply_zero, stepping, **adamw_in),
-        "twice": refusal(apply_zero, model, **adamw_in),
-        "plain": refusal(rank_step, tiny_model(), optimizer, own_batches(0)),
-        "unequal": refusal(rank_step, model, optimizer, own_batches(0) * (1 + rank())),
-    }
-
-
-def test_refused_on_every_rank_and_without_a_hang(two_ranks):
-    """The mistakes: each rank trains alone without an error, or waits for the other for ever."""
-    messages = two_ranks.run(refusals, timeout=60)
-    assert "give the same on all ranks" in messages["another stage"]
-    assert "takes gradients in backward" in messages["steps in backward"]
-    assert "on several ranks already" in messages["twice"]
-    assert "averages no gradients" in messages["plain"]
-    assert "[1, 2] micro-batches" in messages["unequal"]
