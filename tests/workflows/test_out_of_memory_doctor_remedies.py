@@ -1,8 +1,6 @@
 import pytest
 import torch
-import transformers
 
-from benchmarks.family_predictions import FAMILIES, SIZES, small_model
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict import Card, predict
 from recipes_lib.workflows.out_of_memory_doctor import remedies
@@ -18,6 +16,7 @@ from recipes_lib.workflows.out_of_memory_doctor.remedies import (
     dry_peak,
     first_that_fits,
 )
+from tests.small_models import small_model
 
 CARD = Card("pretended", (8, 0), 24 * 2**30)
 ALL_BUT_MICRO_BATCHES = BESIDE[4]
@@ -48,10 +47,8 @@ def test_few_blocks_say_what_all_say():
 
 def test_blocks_of_several_kinds_are_all_there():
     """The mistake: two blocks with a window stand for the sixth, which sees everything."""
-    sizes = SIZES | FAMILIES["Gemma3Text"] | {"num_hidden_layers": 26}
-    config = transformers.Gemma3TextConfig(**sizes)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = small_model("Gemma3Text", head_dim=16, sliding_window=32, num_hidden_layers=26)
     assert _repetition(model) == (8, 6)  # 8, 14, 20, 26
 
 
@@ -112,11 +109,17 @@ def test_the_advised_length_fits_and_twice_of_it_does_not():
     assert dry_peak(question(model, length=2 * length), stack) > limit
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Mamba2"])
-def test_a_model_to_which_not_all_recipes_apply(family):
+MAMBA = {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("Mixtral", {"num_local_experts": 4, "num_key_value_heads": 2}), ("Mamba2", MAMBA)],
+)
+def test_a_model_to_which_not_all_recipes_apply(family, sizes):
     """The mistakes: no advice at all; a row that is missing without a word; LoRA lost in silence,
     because it does not reach the experts."""
-    tried = Remedies(question(small_model(family), length=16))
+    tried = Remedies(question(small_model(family, **sizes), length=16))
     names = [row.name for row in tried.rows()]
     assert "QLoRA" in tried.refused
     assert any("8-bit AdamW" in name for name in names)
