@@ -16,13 +16,15 @@ Memory = Annotated[
     typer.Option(help="of the device in GiB; default: what the error says, or this machine's"),
 ]
 CardName = Annotated[
-    str, typer.Option("--card", help="a GPU by name, such as L4 or H100, in place of --memory")
+    str,
+    typer.Option("--card", help="in place of --memory: L4, H100, … or a size that is sold, 24GB"),
 ]
+Gpus = Annotated[int, typer.Option(help="how many of them")]
 Shapes = Annotated[bool, typer.Option("--shapes", help="list the shapes with their sizes, and end")]
-Dtype = Annotated[Literal["fp32", "bf16"], typer.Option(help="of the weights")]
+Dtype = Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="of the weights")]
 
 # What stands behind the name of a shape on the hub, and models that have the shape of another.
-ENDINGS = ("-hf", "-instruct", "-chat")
+ENDINGS = ("-v0.1", "-v0.3", "-hf", "-it", "-instruct", "-chat")
 SAME_SHAPE = {"smollm2": "smollm2-135m", "llama-3.3-70b": "llama-3.1-70b"}
 
 
@@ -31,6 +33,7 @@ def doctor(
     model: Model = "",
     memory: Memory = None,
     card: CardName = "",
+    gpus: Gpus = 1,
     dtype: Dtype = "fp32",
     batch_size: BatchSize = 8,
     seq_len: SeqLen = 1024,
@@ -38,7 +41,8 @@ def doctor(
 ) -> None:
     """Say what to try against running out of memory, and in which order.
 
-    Of a hub id or a folder only the configuration is read, and no weights.
+    Of a hub id or a folder only the configuration is read, and no weights. The list is there at
+    once, by arithmetic; some seconds later the row that is advised is checked.
     """
     if shapes:
         print(table_of_shapes())
@@ -52,7 +56,12 @@ def doctor(
         check_number(above=0, memory=memory)
         memory_bytes = int(memory * GIB)
     step = {"model": _model(model, dtype), "batch_size": batch_size, "seq_len": seq_len}
-    print(diagnose(error=error, **step, memory_bytes=memory_bytes, card=card or None))
+    where = {"memory_bytes": memory_bytes, "card": card or None, "gpus": gpus}
+    diagnosis = diagnose(error=error, **step, **where)
+    print(diagnosis, flush=True)
+    checked = diagnosis.check()
+    if checked:
+        print(checked)
 
 
 def table_of_shapes() -> str:
@@ -111,4 +120,4 @@ def _shape(name: str, dtype: str) -> Any:
 def _dtype(name: str) -> Any:
     import torch
 
-    return torch.bfloat16 if name == "bf16" else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]

@@ -22,6 +22,10 @@ PUBLIC_SHAPES = (
     "qwen2.5-1.5b",
     "qwen2.5-3b",
     "qwen2.5-32b",
+    "qwen3-8b",
+    "gemma-2-9b",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
 )
 # Those of the bench.
 TECHNIQUES = (

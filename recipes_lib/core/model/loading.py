@@ -66,17 +66,23 @@ def model_without_weights(name: str = "smollm2", *, dtype: torch.dtype = torch.f
     """The model of `load_model(name)` on the device "meta": its sizes, without any data.
 
     Only the configuration is read, so a hub id costs some kilobytes, and a folder needs no more
-    than config.json. Of a model with images or sounds this is the part for text. Weights that are
-    stored in few bits count as those of `dtype`. Raises ValueError for what is no causal language
-    model.
+    than config.json. Of a model with images or sounds this is the part for text, where that is a
+    model by itself. Weights that are stored in few bits count as those of `dtype`. Raises
+    ValueError for what is no causal language model.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
 
+    kind = AutoModelForCausalLM
     # A copy, because from_config writes the dtype into the configuration that it is given.
-    config = copy.deepcopy(load_config(name).get_text_config())
+    config = copy.deepcopy(load_config(name))
+    if type(config.get_text_config()) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        config = config.get_text_config()
+    elif type(config) in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        kind = AutoModelForImageTextToText
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+            return kind.from_config(config, dtype=dtype).train()
     except ValueError as error:
         raise ValueError(
             f"{name!r} has the configuration of a {config.model_type}, which is no causal language "

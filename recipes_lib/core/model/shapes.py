@@ -23,6 +23,7 @@ class ModelShape:
     vocabulary: int
     tied: bool  # the output layer shares the weights of the embedding
     family: str
+    head: int | None = None  # its width, where heads and hidden size do not say it
 
 
 SHAPES = {
@@ -38,6 +39,11 @@ SHAPES = {
     "qwen2.5-1.5b": ModelShape(1536, 8960, 28, 12, 2, 151936, True, "Qwen2"),
     "qwen2.5-3b": ModelShape(2048, 11008, 36, 16, 2, 151936, True, "Qwen2"),
     "qwen2.5-32b": ModelShape(5120, 27648, 64, 40, 8, 152064, False, "Qwen2"),
+    "qwen3-8b": ModelShape(4096, 12288, 36, 32, 8, 151936, False, "Qwen3"),
+    "gemma-2-9b": ModelShape(3584, 14336, 42, 16, 8, 256000, True, "Gemma2", 256),
+    # Mixtures of experts, of whose numbers the families' configurations have the same.
+    "mixtral-8x7b": ModelShape(4096, 14336, 32, 32, 8, 32000, False, "Mixtral"),
+    "qwen3-30b-a3b": ModelShape(2048, 6144, 48, 32, 4, 151936, False, "Qwen3Moe", 128),
     "tiny-llama": ModelShape(64, 160, 2, 4, 2, 128, True, "Llama"),
     "tiny-qwen2": ModelShape(64, 160, 2, 4, 2, 128, True, "Qwen2"),
     "tiny-qwen3": ModelShape(64, 160, 2, 4, 2, 128, True, "Qwen3"),
@@ -102,5 +108,5 @@ def _widths(sizes: ModelShape, layers: int) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.hidden // sizes.heads,
+        "head_dim": sizes.head if sizes.head is not None else sizes.hidden // sizes.heads,
     }

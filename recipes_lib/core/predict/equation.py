@@ -12,8 +12,9 @@ their top comes the loss. Backward takes activations away, block by block, and l
                             gradients + copies of the table )   the last gradient arrives
 
 It holds for blocks as in Llama, Qwen and Mistral: two RMSNorms, attention without a table of
-scores, a gated MLP. It knows nothing of operators, and `predict` knows nothing of this: where the
-two agree, neither is wrong by itself.
+scores, a gated MLP. For other blocks it is about right: of a mixture of experts those count that a
+token visits. It knows nothing of operators, and `predict` knows nothing of this: where the two
+agree, neither is wrong by itself.
 
 Letters: P weights, T tokens = rows x length, D hidden, Q and KV width of all heads and of those of
 keys and values, F feed-forward, L blocks, V vocabulary, r rank of adapters.
@@ -25,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths
+from recipes_lib.core.model.causal_lm import decoder_blocks, leaf_names, projection_widths
 from recipes_lib.core.model.linears import features, is_linear
 from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
 
@@ -57,7 +58,9 @@ class Sizes:
     heads: int  # of attention
     in_mlp: int  # tokens that an MLP sees at a time: t where it works in tiles, else T
     linears: int  # weights of the linear layers in all blocks
+    linear_bytes: int  # of those weights: in 16 or 32 bits, or in four
     ends: int  # weights of the two sides of those layers: the numbers that adapters have per rank
+    head_norms: bool = False  # of queries and of keys, as in Qwen3
     norms_in_tiles: bool = False
 
 
@@ -107,9 +110,13 @@ def sizes_of(model: Any, *, rows: int, length: int) -> Sizes:
     check_whole(rows=rows, length=length)
     config = model.config.get_text_config()
     queries, keys, feed_forward = projection_widths(config)
+    visited = getattr(config, "num_experts_per_tok", None)
+    if visited is not None:
+        feed_forward = visited * getattr(config, "moe_intermediate_size", feed_forward)
     blocks = decoder_blocks(model)
     table = model.get_output_embeddings().weight
     in_blocks = [features(layer) for layer in blocks.modules() if is_linear(layer)]
+    linears = sum(inputs * outputs for inputs, outputs in in_blocks)
     return Sizes(
         tokens=rows * length,
         length=length,
@@ -124,8 +131,10 @@ def sizes_of(model: Any, *, rows: int, length: int) -> Sizes:
         in_mlp=rows * length,
         table=tensor_bytes(table),
         tied=table is model.get_input_embeddings().weight,
-        linears=sum(inputs * outputs for inputs, outputs in in_blocks),
+        linears=linears,
+        linear_bytes=linears * table.dtype.itemsize,
         ends=sum(inputs + outputs for inputs, outputs in in_blocks),
+        head_norms="q_norm" in leaf_names(blocks[0]),
     )
 
 
@@ -156,7 +165,10 @@ def _block(sizes: Sizes) -> int:
     mlp = 4 * sizes.feed_forward  # gate, up, the activated gate, and the product
     if sizes.in_mlp < sizes.tokens:
         mlp = 0  # in tiles: backward makes them again
-    return sizes.tokens * (2 * _norm(sizes) + sizes.element * (attention + mlp))
+    of_heads = 0
+    if sizes.head_norms:  # their input in fp32, and that normalised
+        of_heads = (sizes.queries + sizes.keys) * (FP32 + sizes.element)
+    return sizes.tokens * (2 * _norm(sizes) + of_heads + sizes.element * (attention + mlp))
 
 
 def _norm(sizes: Sizes) -> int:
@@ -245,9 +257,14 @@ def with_chunked_loss(step: StepBytes, *, chunk: int | None = None) -> StepBytes
 
 
 def with_states_in(step: StepBytes, *, bits: int) -> StepBytes:
-    """AdamW's averages in 16 or 8 bits."""
-    numbers = step.gradients // (FP32 if _frozen(step) else step.sizes.element)
-    return replace(step, states=ADAMW * numbers * bits // 8)
+    """AdamW's averages in 16 bits, or in 8 bits but for those of the embedding."""
+    sizes = step.sizes
+    numbers = step.gradients // (FP32 if _frozen(step) else sizes.element)
+    in_32_bits = 0
+    if bits == 8 and not _frozen(step):
+        in_32_bits = sizes.vocabulary * sizes.hidden
+    of_one = (numbers - in_32_bits) * bits // 8 + in_32_bits * FP32
+    return replace(step, states=ADAMW * of_one)
 
 
 def with_step_in_backward(step: StepBytes) -> StepBytes:
@@ -263,26 +280,44 @@ def with_adapters(step: StepBytes, *, rank: int) -> StepBytes:
     sizes = step.sizes
     adapters = FP32 * rank * sizes.ends
     spared = sizes.tokens * sizes.element * sizes.hidden * (2 * sizes.blocks + 2)
-    # Each of the seven adapters of a block saves what is between its two matrices.
-    between = sizes.tokens * FP32 * rank * 7 * sizes.blocks
-    if sizes.element < FP32:  # and what it reads as a copy in fp32
-        read = 2 * sizes.hidden + sizes.queries + sizes.feed_forward
-        between += sizes.tokens * FP32 * read * sizes.blocks
     return replace(
         step,
         weights=step.weights + adapters,
         gradients=adapters,
         states=ADAMW * adapters,
         copies=0,
-        activations=step.activations - spared + between,
+        activations=step.activations - spared + sizes.blocks * _kept_by_adapters(sizes, rank),
         loss=3 * _logits(sizes),
     )
+
+
+def with_adapters_made_again(step: StepBytes, *, rank: int) -> StepBytes:
+    """Where blocks are checkpointed, what the adapters of one of them save. It comes after that."""
+    return replace(step, one_block=step.one_block + _kept_by_adapters(step.sizes, rank))
+
+
+def _kept_by_adapters(sizes: Sizes, rank: int) -> int:
+    """What seven adapters of a block save: what is between their two matrices, and what they read.
+
+    Four are in attention, three in the MLP.
+    """
+    in_attention = 4 * rank
+    in_mlp = 3 * rank
+    if sizes.element < FP32:  # what they read is there as a copy in fp32
+        in_attention += sizes.hidden + sizes.queries
+        in_mlp += sizes.hidden + sizes.feed_forward
+    return FP32 * (sizes.tokens * in_attention + sizes.in_mlp * in_mlp)
 
 
 def in_four_bits(step: StepBytes) -> StepBytes:
     """QLoRA's base: the linear layers of the blocks in NF4 with double quantization."""
     sizes = step.sizes
-    return replace(step, weights=step.weights - round(sizes.linears * (sizes.element - NF4)))
+    packed = round(sizes.linears * NF4)
+    return replace(
+        step,
+        weights=step.weights - sizes.linear_bytes + packed,
+        sizes=replace(sizes, linear_bytes=packed),
+    )
 
 
 def sharded(step: StepBytes, *, ranks: int) -> StepBytes:
@@ -295,7 +330,7 @@ def sharded(step: StepBytes, *, ranks: int) -> StepBytes:
     """
     check_whole(ranks=ranks)
     sizes = step.sizes
-    block = sizes.element * sizes.linears // sizes.blocks
+    block = sizes.linear_bytes // sizes.blocks
     logits = _logits(sizes)
     table = sizes.table
     tied = table if sizes.tied else 0
@@ -308,6 +343,13 @@ def sharded(step: StepBytes, *, ranks: int) -> StepBytes:
     )
     # Two blocks are done by then, unless one of them was made again.
     done = 0 if step.one_block else 2 * _block(sizes)
+    blocks_at_once = 4
+    # Made beside those of the first block, which are on their way; or on their way themselves.
+    copies = tied + max(block + table + 2 * tied - table // ranks, 2 * table)
+    if _frozen(step):  # no gradients but those of adapters
+        blocks_at_once = 2
+        copies = 0
+        loss = max(2 * logits + 2 * head, 3 * logits + head)
     return replace(
         step,
         weights=step.weights // ranks,
@@ -315,9 +357,8 @@ def sharded(step: StepBytes, *, ranks: int) -> StepBytes:
         states=step.states // ranks,
         activations=step.activations + tied,
         loss=loss,
-        one_block=step.one_block + 4 * block - done + tied,
-        # Made beside those of the first block, which are on their way; or on their way themselves.
-        copies=tied + max(block + table + 2 * tied - table // ranks, 2 * table),
+        one_block=step.one_block + blocks_at_once * block - done + tied,
+        copies=copies,
     )
 
 

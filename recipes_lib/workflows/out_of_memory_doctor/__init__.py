@@ -2,50 +2,58 @@
 
 Problem    "CUDA out of memory" names the tensor that did not fit. It does not say what fills the
            memory, nor what to do.
-Idea       Read who asked, of which memory, and for how much. Then take the step itself on tensors
-           without data, with one stack of recipes after the other:
+Idea       Read who asked, of which memory, and for how much. Then add up the bytes of the step with
+           one stack of recipes after the other:
 
                asked <= free + reserved but unallocated     fragmentation: a setting, no recipe
                limit - free - this process is large         another process: stop it
                /dev/shm, a paging file, a library           what that memory needs, no recipe
-               else   predict(build with recipes).peak      until it fits
+               else   equation(model, recipes).peak         until it fits
+
+           The list is there at once. `Diagnosis.check()` then takes the step itself, on tensors
+           without data, with the row that is advised.
 Saves      Trying the recipes blindly; nothing by itself.
-Costs      Some seconds, less when it was asked before. No GPU, no weights: a model on "meta" will
-           do.
+Costs      An instant; the check some seconds. No GPU, no weights: a model on "meta" will do.
 Use when   A step ran out of memory, or before you rent a GPU.
 Not when   Memory grows from step to step: that is a leak (losses kept with their graph), which
-           `torch.cuda.memory._snapshot()` shows. The model is made again from its configuration,
-           with its adapters: other recipes that it has already are not seen, nor four bits.
+           `torch.cuda.memory._snapshot()` shows. Recipes and adapters that the model has already
+           are not seen: it is taken by its configuration, and all weights train.
 In production   `accelerate estimate-memory` counts weights, gradients and states, not activations
            or the loss.
-Source     c10/cuda/CUDACachingAllocator.cpp of PyTorch, which writes the message.
+Source     c10/cuda/CUDACachingAllocator.cpp of PyTorch, which writes the message. "The Llama 3 Herd
+           of Models" (arXiv 2407.21783), table 4: the share of a card's rate that was reached.
 
+dry  the step itself with a stack, on tensors without data
 message  its reading of the error: who asked, of which memory, for how much
-remedies  its stacks of recipes, each with the predicted peak
+remedies  the stacks to choose among, each with the predicted peak
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
 from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.measure.machine import GIB, machine
-from recipes_lib.core.model.causal_lm import require_causal_lm
+from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.model.recurrence import slow_recurrence
 from recipes_lib.core.predict import CARDS, Card
+from recipes_lib.core.predict.operations import step_operations
 from recipes_lib.memory.optimizer_offload import host_bytes
 from recipes_lib.workflows.out_of_memory_doctor.message import GPUS, Message, read_message
 from recipes_lib.workflows.out_of_memory_doctor.remedies import (
+    ADAPTERS,
+    LORA,
     RECIPES,
     Question,
     Remedies,
     Remedy,
-    first_that_fits,
+    has_experts,
+    in_order_of_advice,
     readable,
 )
 
@@ -53,31 +61,44 @@ from recipes_lib.workflows.out_of_memory_doctor.remedies import (
 FILLED = 0.95
 MODERN = (8, 0)  # compute capability of a device of which only the memory is said
 COLUMNS = 80  # of a terminal that nobody has made wider
+COMPARED = ("llama", "mistral", "qwen2", "qwen3")  # with steps on tensors without data
+LONG = 32_768  # tokens of a row, for which attention is worth a recipe of its own
 
 # --- what the doctor says -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """Findings, and remedies from cheap to dear, as text."""
+    """Findings, remedies from cheap to dear, and the lines that apply the first that fits."""
 
     findings: list[str]
     remedies: list[Remedy]
+    lines: list[str] = field(default_factory=list)
+    tried: Remedies | None = None
 
     @property
     def first_fit(self) -> Remedy | None:
-        """The first remedy with which the model fits, or None."""
-        return first_that_fits(self.remedies)
+        """The remedy that is advised, or None."""
+        return next(iter(in_order_of_advice(self.remedies)), None)
+
+    def check(self) -> str:
+        """What the step itself says of the advice, in some seconds; "" where no row fits."""
+        if self.tried is None:
+            return ""
+        return "\n".join(_wrapped(line, "") for line in self.tried.check())
 
     def __repr__(self) -> str:
         """For a terminal of 80 columns: what to try and its peak, and below it the rest."""
         lines = [_wrapped(finding, "") for finding in self.findings]
         for remedy in self.remedies:
             lines.append(_wrapped(": ".join(filter(None, [remedy.name, remedy.outcome])), ""))
-            for name in ("saves", "costs", "where"):
-                if getattr(remedy, name):
-                    lines.append(_wrapped(f"{name}: {getattr(remedy, name)}", "    "))
-        return "\n".join(lines)
+            for name in ("costs", "where"):
+                said = getattr(remedy, name)
+                if said.startswith("from "):  # a line to copy
+                    lines.append(f"    {said}")
+                elif said:
+                    lines.append(_wrapped(f"{name}: {said}", "    "))
+        return "\n".join([*lines, *self.lines])
 
 
 def _wrapped(text: str, indent: str) -> str:
@@ -96,7 +117,7 @@ def diagnose(
     seq_len: int = 0,
     memory_bytes: int | None = None,
     card: str | None = None,
-    by_arithmetic: bool = True,
+    gpus: int = 1,
 ) -> Diagnosis:
     """Say what to try, from the text of an error, from a model and its batch, or from both.
 
@@ -104,8 +125,9 @@ def diagnose(
         model: a causal LM on any device. Remedies then say what an AdamW step on
             [batch_size, seq_len] takes with them.
         memory_bytes: of the device; default is what the error leaves to us, else this machine's.
-        card: one of core.predict.CARDS, whose memory and kernels count.
-        by_arithmetic: let arithmetic decide what is far from the limit. It is faster.
+        card: one of core.predict.CARDS, or a size such as "24GB": of the cards that are sold with
+            it that with the least memory.
+        gpus: of them, which share the rows, and the weights if need be.
     Raises ValueError without error and model, and for an error of another kind.
     """
     if not error and model is None:
@@ -117,19 +139,24 @@ def diagnose(
     if model is None or not helpful:
         return Diagnosis(findings, remedies + helpful)
 
+    model = without_adapters(model)
     require_causal_lm(model)
-    check_whole(batch_size=batch_size)
+    check_whole(batch_size=batch_size, gpus=gpus)
     check_whole(least=2, seq_len=seq_len)  # the first token of a row is nobody's target
     device, limit = _device(model, memory_bytes, card, message)
     if device is None:
         helpful = _recipes_of("host")
     names = tuple(recipe.name for recipe in helpful)
     host = psutil.virtual_memory().total
-    question = Question(model, batch_size, seq_len, device, limit, host, names)
-    tried = Remedies(question, all_dry=not by_arithmetic)
-    rows = tried.rows()
-    findings += _findings_about(question, rows, tried, failed=bool(error))
-    return Diagnosis(findings, remedies + rows)
+    question = Question(model, batch_size, seq_len, device, limit, host, names, gpus)
+    tried = Remedies(question)
+    findings += _assumed(question)
+    findings += _findings_about(question, tried, failed=bool(error), said=memory_bytes)
+    first = next(iter(in_order_of_advice(tried.rows)), None)
+    lines = []
+    if first is not None:
+        lines = _lines_that_apply(question, first)
+    return Diagnosis(findings, remedies + tried.rows, lines, tried)
 
 
 def _findings_in(message: Message) -> list[str]:
@@ -145,35 +172,25 @@ def _findings_in(message: Message) -> list[str]:
     return findings
 
 
-# Where no recipe is the first advice: the source or the place | what to do | saves | costs | where.
+# Where no recipe is the first advice: sources or places | what to do | costs | where.
 ADVICE = """
-Triton | smaller blocks | one kernel's tile; no memory of the GPU is missing | other speed | \
-block sizes and num_stages of the kernel
-shared memory | more of /dev/shm | | | docker run --shm-size=16g, or --ipc=host
-shared memory | fewer workers | batches that wait there | slower reading | DataLoader(num_workers=2)
-paging file | a larger paging file | | space on the disk | Windows: Performance, Virtual memory
-paging file | fewer workers | PyTorch's libraries, once for each | slower reading | \
-DataLoader(num_workers=0)
-loading | all on one device | what accelerate leaves free | an error if it does not fit | \
-from_pretrained(..., device_map={"": 0})
-loading | four bits in place of eight | half of the weights | a rounded base | \
-BitsAndBytesConfig(load_in_4bit=True)
-Linux | look what was ended | | | dmesg -T, the lines with "Killed process"
-kernel of a notebook | look who has ended it | | | dmesg -T, the lines with "Killed process"
-NumPy | read in parts | the array as a whole | | numpy.load(..., mmap_mode="r"), or streaming=True
-paged memory of bitsandbytes | states without pages | host memory | all on the card | \
-optim="adamw_8bit"
-bitsandbytes | room beside PyTorch's cache | | | torch.cuda.set_per_process_memory_fraction(0.9)
-NCCL | room beside PyTorch's cache | | | torch.cuda.set_per_process_memory_fraction(0.9)
-cuBLAS or cuDNN | room beside PyTorch's cache | | | torch.cuda.set_per_process_memory_fraction(0.9)
-cuBLAS or cuDNN | look for a wrong token id, which ends in this text, too | | slow | \
-CUDA_LAUNCH_BLOCKING=1
-rocBLAS or MIOpen | room beside PyTorch's cache | | | \
+Triton | smaller blocks of one kernel, no memory is missing | speed | its block sizes, num_stages
+shared memory | more of /dev/shm | | docker run --shm-size=16g, or --ipc=host
+shared memory | fewer workers | slower reading | DataLoader(num_workers=2)
+paging file | a larger paging file | space on the disk | Windows: Performance, Virtual memory
+paging file | fewer workers | slower reading | DataLoader(num_workers=0)
+loading | all on one device | an error if it does not fit | from_pretrained(device_map={"": 0})
+loading | four bits in place of eight | a rounded base | BitsAndBytesConfig(load_in_4bit=True)
+Linux, kernel of a notebook | look what was ended | | dmesg -T, the lines with "Killed process"
+NumPy | read in parts | | numpy.load(..., mmap_mode="r"), or streaming=True
+paged memory of bitsandbytes | states without pages | all on the card | optim="adamw_8bit"
+bitsandbytes, NCCL, cuBLAS or cuDNN, rocBLAS or MIOpen | room beside PyTorch's cache | | \
 torch.cuda.set_per_process_memory_fraction(0.9)
-driver | look who holds the memory | | | {tool}
-JAX | no memory in advance | three quarters of the card | | XLA_PYTHON_CLIENT_PREALLOCATE=false
-one buffer of Metal | a smaller largest tensor | | | fewer or shorter rows, loss in chunks
-one block of XPU | no tensor above 4 GiB | | | fewer or shorter rows, loss in chunks
+cuBLAS or cuDNN | look for a wrong token id, which ends so, too | slow | CUDA_LAUNCH_BLOCKING=1
+driver | look who holds the memory | | {tool}
+JAX | no three quarters of the card in advance | | XLA_PYTHON_CLIENT_PREALLOCATE=false
+one buffer of Metal | a smaller largest tensor | | fewer or shorter rows, loss in chunks
+one block of XPU | no tensor above 4 GiB | | fewer or shorter rows, loss in chunks
 """
 TOOLS = {"CUDA": "nvidia-smi", "ROCm": "rocm-smi", "XPU": "xpu-smi"}
 IN_ONE_PIECE = {
@@ -190,21 +207,20 @@ def _remedies_without_recipe(message: Message) -> list[Remedy]:
     asked = message.asked or 0
     tool = TOOLS.get(message.place, "")
     if message.others:
-        saved = readable(message.others)
-        remedies.append(Remedy("stop other processes", saves=saved, where=tool))
+        name = f"stop other processes, which hold {readable(message.others)}"
+        remedies.append(Remedy(name, where=tool))
     pieces = message.unallocated or 0
     free = message.free or 0
     # The bytes were there, but in pieces that PyTorch held.
     if message.place in GPUS and pieces >= free and 0 < asked <= pieces + free:
-        where = IN_ONE_PIECE[message.place]
-        saved = f"{readable(pieces)} in pieces"
-        remedies.append(Remedy("memory in one piece", saved, "a restart", where))
+        name = f"memory in one piece: {readable(pieces)} are in pieces"
+        remedies.append(Remedy(name, "a restart", IN_ONE_PIECE[message.place]))
     known = {message.allocator, message.place}
     if message.place == "XPU" and asked >= LARGEST_BLOCK_OF_XPU:
         known.add("one block of XPU")
     for line in ADVICE.strip().splitlines():
-        source, *words = [word.strip() for word in line.split("|")]
-        if source in known:
+        sources, *words = [word.strip() for word in line.split("|")]
+        if known.intersection(sources.split(", ")):
             remedies.append(Remedy(*[word.replace("{tool}", tool) for word in words]))
     return remedies
 
@@ -232,8 +248,7 @@ def _device(
         check_number(above=0, memory_bytes=memory_bytes)
         memory = memory_bytes
     if card is not None:
-        check_choice(CARDS, card=card)
-        device = CARDS[card]
+        device = _card_named(card)
     elif here.device == "cuda":
         import torch
 
@@ -242,21 +257,72 @@ def _device(
         device = Card(f"a GPU of {readable(memory)}", MODERN, memory)
     else:
         return None, FILLED * memory
-    return device, FILLED * device.for_tensors - 2 * device.workspace
+    return device, _limit_of(device)
 
 
-def _findings_about(
-    question: Question, rows: list[Remedy], tried: Remedies, *, failed: bool
-) -> list[str]:
-    """What was assumed, and the first remedy that is enough."""
+def _limit_of(card: Card) -> float:
+    return FILLED * card.for_tensors - 2 * card.workspace
+
+
+def _card_named(name: str) -> Card:
+    size = name.upper().removesuffix("GB").strip()
+    if size.isdecimal():
+        sold = _cards_sold_with(int(size))
+        if sold:
+            return sold[0]
+    check_choice(CARDS, card=name)
+    return CARDS[name]
+
+
+def _cards_sold_with(size: float) -> list[Card]:
+    """The cards of so many GB, least memory first: PyTorch sees up to a tenth less."""
+    sold = [card for card in CARDS.values() if 0.9 * size <= card.memory_bytes / GIB <= size]
+    return sorted(sold, key=_memory)
+
+
+def _memory(card: Card) -> int:
+    return card.memory_bytes
+
+
+def _assumed(question: Question) -> list[str]:
+    """What the answer stands on, and how far it can be trusted."""
     model, card = question.model, question.card
     on = f"{card.name} (capability {card.capability[0]}.{card.capability[1]})" if card else "a CPU"
+    if question.gpus > 1:
+        on = f"{question.gpus} times {on}"
     findings = [
         f"Assumed: AdamW on {question.rows} x {question.length:,} tokens, weights in "
         f"{str(model.dtype).removeprefix('torch.')}, on {on}, where tensors may take "
         f"{readable(question.limit)}.",
-        "Predicted by the step itself, on tensors without data; about: by arithmetic.",
+        'Predicted by arithmetic, at once, so "about"; a line that begins with "Checked" is the '
+        "step itself, on tensors without data.",
     ]
+    family = model.config.model_type
+    if family not in COMPARED:
+        findings.append(
+            f"The arithmetic is that of {', '.join(COMPARED)}; of {family} trust what is checked."
+        )
+    if card is not None and card.capability < MODERN and str(model.dtype) == "torch.bfloat16":
+        findings.append(f"{card.name} does not compute in bf16: take fp16, of as many bytes.")
+    if has_experts(model):
+        findings.append("Adapters go to attention only: experts are no linear layers.")
+    if getattr(model.config, "quantization_config", None) is not None:
+        findings.append("Its files have fewer bits: to train, they are unpacked, as counted here.")
+    size = 2 * sum(parameter.numel() for parameter in model.parameters())
+    if size > GIB:
+        findings.append(
+            f"Loading: {readable(size)} of files in 16 bits, {size / 6e9:,.0f} min at 100 MB/s; "
+            f"a process that reads them as a whole needs as much host memory."
+        )
+    return findings
+
+
+def _findings_about(
+    question: Question, tried: Remedies, *, failed: bool, said: int | None
+) -> list[str]:
+    """The first remedy that is enough, and what speaks against others."""
+    rows = tried.rows
+    findings = []
     if failed and rows[0].fits:
         findings.append(
             "It should fit: look for tensors that stay from step to step "
@@ -264,31 +330,64 @@ def _findings_about(
         )
     if any("optimizer offload" in row.name for row in rows):
         findings.append(
-            f"The optimizer offload needs {readable(host_bytes(model))} of host memory; this "
-            f"machine has {readable(psutil.virtual_memory().total)}."
+            f"The optimizer offload needs {readable(host_bytes(question.model))} of host memory; "
+            f"this machine has {readable(question.host)}."
         )
-    slow = slow_recurrence(model)
+    slow = slow_recurrence(question.model)
     if slow:
         findings.append(slow)
-    for name, reason in tried.refused.items():
-        findings.append(f"Not with {name}: {reason}.")
-    first = first_that_fits(rows)
-    words = f"none; {_where_nothing_fits(tried)}" if first is None else first.name
-    findings.append(f"First that fits: {words}.")
+    first = next(iter(in_order_of_advice(rows)), None)
+    if first is None:
+        findings.append(f"First that fits: none; {_where_nothing_fits(tried)}.")
+        return findings
+    findings.append(f"First that fits: {first.name}.")
+    for smaller in _cards_sold_with((said or 0) / GIB):
+        if first.peak > _limit_of(smaller):
+            seen = readable(smaller.memory_bytes)
+            findings.append(f"Not on {smaller.name}, which is sold with as much and has {seen}.")
+    if question.card is not None and question.card.rate and not has_experts(question.model):
+        rows, length = question.own_rows, question.length
+        operations = step_operations(question.model, rows=rows, length=length)
+        if set(ADAPTERS).intersection(first.stack):  # a frozen weight has no gradient
+            operations *= 2 / 3
+        seconds = operations / question.card.rate
+        tokens = question.gpus * rows * length
+        findings.append(
+            f"Time: at least {seconds:.2g} s a step, and {1e6 / tokens * seconds / 3600:.2g} hours "
+            f"for a million tokens, at the rate of the data sheet, of which the training of "
+            f"Llama 3 reached 38 to 43 %."
+        )
     return findings
 
 
 def _where_nothing_fits(tried: Remedies) -> str:
     """What to do then. Shorter rows are no advice where the weights alone are too much."""
-    stack, peak = tried.smallest()
     question = tried.question
-    beside = 0.0
-    if question.card is not None:
-        beside = question.card.memory_bytes - question.card.for_tensors
-        beside += 2 * question.card.workspace / FILLED
-    needed = math.ceil((peak / FILLED + beside) / GIB)
-    larger = f"take a device of {needed} GiB or more, or shard over several GPUs (FSDP)"
+    needed = math.ceil(tried.smallest.peak / FILLED / GIB) + 1  # for CUDA's own context
+    larger = f"take a device of {needed} GiB or more, or several (--gpus)"
+    if question.length >= LONG:
+        larger += "; docs/long-card.md has more for long rows"
     length = tried.longest_rows()
     if length is None:
-        return f"shorter rows do not help, for {tried.short} tokens are too much already: {larger}"
-    return f"shorten the rows to {length:,} tokens, {larger}"
+        return f"shorter rows do not help, the weights alone are too much: {larger}"
+    return f"shorten the rows to about {length:,} tokens, {larger}"
+
+
+# By what is priced in the advice: a command, or the file that has it ready.
+READY = {
+    (LORA,): "{start} -m recipes_lib finetune --method lora --gradient-checkpointing",
+    ("QLoRA",): "{start} -m recipes_lib finetune --method qlora --gradient-checkpointing",
+    ("FSDP",): "{start} launch/train.py --strategy fsdp",
+    ("FSDP", LORA): "accelerate launch --config_file launch/accelerate/fsdp2.yaml",
+    ("FSDP", "QLoRA"): "axolotl train launch/axolotl/llama-3-70b-qlora-fsdp.yaml",
+}
+
+
+def _lines_that_apply(question: Question, first: Remedy) -> list[str]:
+    """The imports of the remedy, and what has it ready."""
+    lines = [RECIPES[name].where for name in first.stack]
+    start = "python" if question.gpus == 1 else f"torchrun --nproc-per-node {question.gpus}"
+    priced = tuple(name for name in first.stack if name in ("FSDP", *ADAPTERS))
+    if priced in READY:
+        lines.append(READY[priced].format(start=start))
+    return lines
