@@ -1,7 +1,7 @@
 """What the doctor predicts for an 8-billion model. Nothing is measured.
 
-The model has the shape of Llama 3.1 8B and no weights, so any machine finds the same numbers: those
-of the step itself on tensors without data.
+The model has the shape of Llama 3.1 8B and no weights, so any machine finds the same numbers, by
+arithmetic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMMAND = (
 )
 # What a page compares: the recipes before, and one more.
 STEPS = {
-    "4 micro-batches of 1": ((), ("micro-batches",)),
+    "4 micro-batches of 1": ((), ("micro-batches of 1",)),
     "optimizer offload": (
         ("loss in chunks", "checkpointing"),
         ("loss in chunks", "checkpointing", "optimizer offload"),
@@ -39,13 +39,16 @@ def _model() -> Any:
 
 
 @functools.cache
-def remedies() -> list[Any]:
-    """The doctor's remedies, each with its predicted peak; the first is the step as it is."""
+def _tried() -> Any:
     from recipes_lib.workflows.out_of_memory_doctor import diagnose
 
     step = {"model": _model(), "batch_size": BATCH, "seq_len": TOKENS}
-    found = diagnose(**step, memory_bytes=CARD * GIB, by_arithmetic=False)
-    return [remedy for remedy in found.remedies if remedy.peak is not None]
+    return diagnose(**step, memory_bytes=CARD * GIB).tried
+
+
+def remedies() -> list[Any]:
+    """The doctor's remedies, each with its predicted peak; the first is the step as it is."""
+    return _tried().rows
 
 
 def host_gib() -> float:
@@ -60,17 +63,5 @@ def in_words(name: str) -> str:
     if name == "8b":
         found = remedies()
         return f"{found[0].peak / GIB:,.0f} → {found[-1].peak / GIB:,.0f} GiB"
-    before, after = [_peak(names) / GIB for names in STEPS[name]]
+    before, after = [_tried().peak(stack, TOKENS) / GIB for stack in STEPS[name]]
     return f"{before:,.1f} → {after:,.1f} GiB"
-
-
-@functools.cache
-def _peak(names: tuple[str, ...]) -> int:
-    from recipes_lib.core.predict import Card
-    from recipes_lib.workflows.out_of_memory_doctor.remedies import Question, Stack, dry_peak
-
-    card = Card(f"{CARD} GiB", (8, 0), CARD * GIB)
-    micro_batches = BATCH if "micro-batches" in names else 1
-    return dry_peak(
-        Question(_model(), BATCH, TOKENS, card, card.for_tensors), Stack(names, micro_batches)
-    )

@@ -141,6 +141,11 @@ def diagnose(
 
     model = without_adapters(model)
     require_causal_lm(model)
+    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
+        raise ValueError(
+            f"{type(model).__name__} has no attention, which the arithmetic counts: "
+            f"recipes_lib.core.predict.predict takes a step of your own"
+        )
     check_whole(batch_size=batch_size, gpus=gpus)
     check_whole(least=2, seq_len=seq_len)  # the first token of a row is nobody's target
     device, limit = _device(model, memory_bytes, card, message)

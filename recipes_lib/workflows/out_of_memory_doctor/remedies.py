@@ -183,7 +183,7 @@ class Remedies:
 
     def longest_rows(self) -> int | None:
         """Tokens of a row with which the smallest stack fits, or None if no row is short enough."""
-        peak = functools.partial(self._peak, self.smallest.stack)
+        peak = functools.partial(self.peak, self.smallest.stack)
         lengths = range(8, self.question.length, 8)
         fitting = bisect.bisect_right(lengths, self.question.limit, key=peak)
         return lengths[fitting - 1] if fitting > 0 else None
@@ -192,6 +192,24 @@ class Remedies:
     def smallest(self) -> Remedy:
         """The row with the smallest peak."""
         return min(self.rows, key=_peak_of)
+
+    def peak(self, stack: Stack, length: int) -> int:
+        """Bytes at the peak of the step on one GPU, by arithmetic."""
+        in_parts = "micro-batches of 1" in stack
+        adapters = bool(set(ADAPTERS).intersection(stack))
+        step = self._plain(1 if in_parts else self.question.own_rows, length, adapters)
+        if adapters:
+            step = equation.with_adapters(step, rank=RANK)
+        for name, change in CHANGES.items():
+            if name in stack:
+                options = {"ranks": self.question.gpus} if name == "FSDP" else {}
+                step = change(step, **options)
+        if adapters and "checkpointing" in stack:
+            step = equation.with_adapters_made_again(step, rank=RANK)
+        if in_parts and "optimizer offload" not in stack:
+            # Gradients are there all the time.
+            step = replace(step, weights=step.weights + step.gradients, gradients=0)
+        return step.peak
 
     def _rows(self) -> list[Remedy]:
         """As it is, and for each price the cheapest stack that fits; none where there is no need.
@@ -240,7 +258,7 @@ class Remedies:
 
     def _remedy(self, stack: Stack) -> Remedy:
         question = self.question
-        peak = self._peak(stack, question.length)
+        peak = self.peak(stack, question.length)
         costs = dict.fromkeys(RECIPES[name].costs for name in stack)
         host = host_bytes(question.model) if "optimizer offload" in stack else 0
         return Remedy(
@@ -251,24 +269,6 @@ class Remedies:
             host_needed=host if host > question.host else 0,
             stack=stack,
         )
-
-    def _peak(self, stack: Stack, length: int) -> int:
-        """Bytes at the peak of the step on one GPU, by arithmetic."""
-        in_parts = "micro-batches of 1" in stack
-        adapters = bool(set(ADAPTERS).intersection(stack))
-        step = self._plain(1 if in_parts else self.question.own_rows, length, adapters)
-        if adapters:
-            step = equation.with_adapters(step, rank=RANK)
-        for name, change in CHANGES.items():
-            if name in stack:
-                options = {"ranks": self.question.gpus} if name == "FSDP" else {}
-                step = change(step, **options)
-        if adapters and "checkpointing" in stack:
-            step = equation.with_adapters_made_again(step, rank=RANK)
-        if in_parts and "optimizer offload" not in stack:
-            # Gradients are there all the time.
-            step = replace(step, weights=step.weights + step.gradients, gradients=0)
-        return step.peak
 
     def _plain_step(self, rows: int, length: int, adapters: bool) -> equation.StepBytes:
         """The step without recipes; under adapters the base is as it would be loaded for them."""
