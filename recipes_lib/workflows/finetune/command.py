@@ -33,9 +33,10 @@ import torch
 from recipes_lib.core.checks import check_folder, check_whole
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.measure.machine import machine, seed_everything
-from recipes_lib.core.model import load_config, load_model
+from recipes_lib.core.measure.machine import GIB, machine, seed_everything
+from recipes_lib.core.model import load_config, load_model, model_without_weights
 from recipes_lib.core.model.causal_lm import longest_text
+from recipes_lib.core.model.sizes import tensor_bytes
 from recipes_lib.core.model.vocabulary import check_vocabulary, grow_vocabulary, stop_at
 from recipes_lib.core.ranks import meet, rank
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
@@ -120,6 +121,7 @@ def finetune(
     )
     run = data.run
     _check_rows([*data.rows, *data.held_out], tokenizer, run=run, added=added)
+    check_room(run)
     rows, run = _packed(data, epochs)
     check_run(rows, run=run, folder=folder, resume=resume)
     if resume:
@@ -227,15 +229,18 @@ def result_folder(run: Settings) -> Path:
 
 
 def load_base(run: Settings) -> Any:
-    """The base model, in 16 bits where that changes nothing that is trained.
+    """The base model, in 16 bits where that changes nothing that is trained."""
+    return load_model(run.base_model, dtype=_dtype_of_base(run))
 
-    Adapters leave the base as it is, so it can have 16 bits. Not fp16: its file could name no
-    other base.
+
+def _dtype_of_base(run: Settings) -> torch.dtype:
+    """Adapters leave the base as it is, so it can have 16 bits.
+
+    Not fp16: its file could name no other base.
     """
-    dtype = torch.float32
     if run.method != "full" and run.precision == "bf16" and machine().native_bf16:
-        dtype = torch.bfloat16
-    return load_model(run.base_model, dtype=dtype)
+        return torch.bfloat16
+    return torch.float32
 
 
 def save_result(
@@ -315,6 +320,23 @@ def check_positions(run: Settings, *, longest: int) -> None:
         raise ValueError(
             f"the longest row has {longest} tokens, and {run.base_model} knows {positions} "
             f"positions: leave out the long rows with --seq-len {positions} --drop-long"
+        )
+
+
+def check_room(run: Settings) -> None:
+    """Raise ValueError if the device is smaller than the weights of the base, before it is loaded.
+
+    Each process holds all of them, and QLoRA too makes four bits of them here.
+    """
+    model = model_without_weights(run.base_model, dtype=_dtype_of_base(run))
+    size = sum(tensor_bytes(parameter) for parameter in model.parameters())
+    here = machine()
+    if size > here.memory_bytes:
+        raise ValueError(
+            f"the weights of {run.base_model} take {size / GIB:.1f} GiB, {here.name} has "
+            f"{here.memory_bytes / GIB:.1f}, and each process of finetune holds all of them: to "
+            f"divide them, take launch/axolotl/llama-3-70b-qlora-fsdp.yaml for QLoRA, "
+            f"launch/accelerate/fsdp2.yaml for LoRA, launch/train.py --strategy fsdp for the whole"
         )
 
 

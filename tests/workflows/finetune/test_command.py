@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from recipes_lib.core.measure.machine import seed_everything
+from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, load_adapter
 from recipes_lib.training.sequence_packing import pack_sequences
@@ -335,6 +335,18 @@ def test_rows_beyond_the_positions_of_the_base_are_refused(small_model, pairs, t
     check_positions(run, longest=2048)
     with pytest.raises(ValueError, match=r"2049 tokens, .* knows 2048 positions.*--drop-long"):
         check_positions(run, longest=2049)
+
+
+def test_a_base_that_one_device_cannot_hold_is_refused(small_model, pairs, tmp_path, monkeypatch):
+    """The mistakes: an hour of loading before the memory is full; a file that is not there."""
+    here = dataclasses.replace(machine(), memory_bytes=1000)
+    monkeypatch.setattr(command, "machine", lambda: here)
+    run = settings(small_model, pairs, tmp_path / "out")
+    with pytest.raises(ValueError, match="each process of finetune holds all of them") as refused:
+        finetune_here(run)
+    files = re.findall(r"launch/\S+\.(?:yaml|py)", str(refused.value))
+    assert len(files) == 3
+    assert all((command.REPOSITORY / file).is_file() for file in files)
 
 
 def test_a_factor_that_the_positions_count_is_not_counted_again(monkeypatch, small_model, tmp_path):
