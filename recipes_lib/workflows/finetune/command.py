@@ -150,7 +150,8 @@ def finetune(
     after = evaluation.losses(model, "after", what=precision_of_result(model, run))
     difference = evaluation.difference(before, after)
     print(difference)
-    facts = {"base": name_of_base, "rows": len(data.rows), "tokenizer": tokenizer}
+    asked = {"tokenizer": tokenizer, "pair": data.pairs[0]}
+    facts = {"base": name_of_base, "rows": len(data.rows), **asked}
     card = model_card(run, before=before, after=after, difference=difference, **facts)
     if rank() > 0:
         return
@@ -159,8 +160,8 @@ def finetune(
     write_production(run, data.pairs, tokenizer=tokenizer)
     save_result(model, tokenizer, result, run=run, base=base, card=card)
     print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
-    options = {"folder": str(result), "tokenizer": tokenizer}
-    print(f"\nThese lines ask it:\n\n{lines_that_generate(run, base=run.base_model, **options)}")
+    lines = lines_that_generate(run, base=run.base_model, folder=str(result), **asked)
+    print(f"\nThese lines ask it:\n\n{lines}")
 
 
 def _packed(data: Data, epochs: int | None) -> tuple[list[Row], Settings]:

@@ -8,8 +8,9 @@ print(evaluation.difference(before, after))
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ def model_card(
     base: str,
     rows: int,
     tokenizer: Any,
+    pair: Mapping[str, Any],
     before: RowLosses,
     after: RowLosses,
     difference: str,
@@ -157,6 +159,7 @@ def model_card(
     Args:
         base: the hub id of the base model, or its folder.
         rows: how many rows were trained on.
+        pair: one of them, as text.
         difference: the losses after, less those before, in words.
     """
     head = ""
@@ -190,7 +193,7 @@ def model_card(
         after=after.mean,
         difference=difference,
         use=lines_that_generate(
-            run, base=without_place(run.base_model), folder=".", tokenizer=tokenizer
+            run, base=without_place(run.base_model), folder=".", tokenizer=tokenizer, pair=pair
         ),
         command=_command_of(run),
         versions=f"{versions}, {facts['date']}.",
@@ -225,20 +228,32 @@ model = {model}
 {ids}
 tokens = model.generate(**ids.to(model.device), max_new_tokens=200)[0]
 print(tokenizer.decode(tokens[ids["input_ids"].shape[1] :], skip_special_tokens=True))"""
-IDS = """turns = [{"role": "user", "content": "Your question"}]
+IDS = """turns = {turns}
 ids = tokenizer.apply_chat_template(
-    turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    turns,{tools} add_generation_prompt=True, return_dict=True, return_tensors="pt"
 )"""
 
 
-def lines_that_generate(run: Settings, *, base: str, folder: str, tokenizer: Any) -> str:
-    """Code that asks the trained model, with the chat template that it was trained with."""
+def lines_that_generate(
+    run: Settings, *, base: str, folder: str, tokenizer: Any, pair: Mapping[str, Any]
+) -> str:
+    """Code that asks the trained model as it was trained: with its template, or by a text.
+
+    Args:
+        pair: one of those to train on; the system turn with which it begins is asked with, too.
+    """
     imports = ""
     model = f'load_model("{folder}")'
     if run.method != "full":
         imports = "from recipes_lib.fine_tuning.adapter_files import load_adapter\n"
         model = f'load_adapter(load_model("{base}"), "{folder}").eval()'
-    ids = IDS
-    if not tokenizer.chat_template:  # its pairs are a question, an empty line and the answer
+    if "text" in pair:
+        ids = 'ids = tokenizer("How a text begins", return_tensors="pt")'
+    elif tokenizer.chat_template:
+        system = [turn for turn in pair.get("messages", [])[:1] if turn["role"] == "system"]
+        turns = [*system, {"role": "user", "content": "Your question"}]
+        tools = " tools=[],  # those of your data\n   " if "tools" in pair else ""
+        ids = IDS.format(turns=json.dumps(turns, ensure_ascii=False), tools=tools)
+    else:  # its pairs are a question, an empty line and the answer
         ids = 'ids = tokenizer("Your question\\n\\n", return_tensors="pt")'
     return ASK.format(imports=imports, folder=folder, model=model, ids=ids)

@@ -11,6 +11,7 @@ from recipes_lib.fine_tuning.honest_evaluation import RowLosses, held_out_losses
 from recipes_lib.workflows.finetune import evaluation
 from recipes_lib.workflows.finetune.evaluation import (
     Evaluation,
+    lines_that_generate,
     model_card,
     precision_of_base,
     precision_of_result,
@@ -66,8 +67,29 @@ LOWER = RowLosses(torch.tensor([1.0, 3.0]), torch.tensor([1, 1]))
 
 def card(run, base):
     tokenizer = SimpleNamespace(chat_template="a template")
-    losses = {"before": LOSSES, "after": LOWER, "difference": "difference: -1.0"}
-    return model_card(run, base=base, rows=90, tokenizer=tokenizer, **losses)
+    facts = {"before": LOSSES, "after": LOWER, "difference": "difference: -1.0", "pair": {}}
+    return model_card(run, base=base, rows=90, tokenizer=tokenizer, **facts)
+
+
+SYSTEM = {"role": "system", "content": 'Answer "yes" or "no".'}
+
+
+@pytest.mark.parametrize(
+    ("pair", "template", "asked"),
+    [
+        ({"prompt": "a", "completion": "b"}, "t", ['turns = [{"role": "user", "content": "Your']),
+        ({"messages": [SYSTEM]}, "t", [r'{"role": "system", "content": "Answer \"yes\"']),
+        ({"messages": [], "tools": [{}]}, "t", ["turns, tools=[],  # those of your data\n"]),
+        ({"prompt": "a", "completion": "b"}, None, [r'tokenizer("Your question\n\n"']),
+        ({"text": "a"}, "t", ['tokenizer("How a text begins"']),
+    ],
+)
+def test_the_lines_ask_as_the_rows_were_written(pair, template, asked):
+    """The mistake: a model of texts that is asked by a chat template that it has not learnt."""
+    tokenizer = SimpleNamespace(chat_template=template)
+    lines = lines_that_generate(RUN, base="smollm2", folder=".", tokenizer=tokenizer, pair=pair)
+    compile(lines, "lines", "exec")
+    assert all(words in lines for words in asked)
 
 
 def test_a_card_names_base_data_losses_and_command(monkeypatch, tmp_path):
