@@ -173,11 +173,11 @@ def test_the_least_time_is_that_of_the_products():
     assert float(said.split(" hours for")[0].split()[-1]) == pytest.approx(hours, rel=0.1)
 
 
-def test_the_step_itself_checks_what_is_advised(tiny_on_meta, monkeypatch):
+def test_the_step_itself_checks_what_is_advised(monkeypatch):
     """The mistakes: advice that the step refutes; a recipe that refuses ends the check."""
-    sizes = {"model": tiny_on_meta, "batch_size": 4, "seq_len": 512, "memory_bytes": 527 * MIB}
     assert diagnose(error=TORCH_2_0).check() == ""
-    found = diagnose(**sizes)
+    model = model_of_shape("llama-3.2-1b", dtype=torch.bfloat16, device="meta")
+    found = diagnose(model=model, batch_size=4, seq_len=512, memory_bytes=8 * GIB)
     advised = [remedy.stack for remedy in in_order_of_advice(found.remedies)]
     assert len(advised) >= 3
 

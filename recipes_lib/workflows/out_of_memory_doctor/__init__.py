@@ -350,7 +350,8 @@ def _findings_about(
         if first.peak > _limit_of(smaller):
             seen = readable(smaller.memory_bytes)
             findings.append(f"Not on {smaller.name}, which is sold with as much and has {seen}.")
-    if question.card is not None and question.card.rate and not has_experts(question.model):
+    compared = question.model.config.model_type in COMPARED
+    if question.card is not None and question.card.rate and compared:
         rows, length = question.own_rows, question.length
         operations = step_operations(question.model, rows=rows, length=length)
         if set(ADAPTERS).intersection(first.stack):  # a frozen weight has no gradient
