@@ -21,6 +21,7 @@ COMMAND = (
 )
 # What a page compares: the recipes before, and one more.
 STEPS = {
+    "8b": ((), ("loss in chunks", "checkpointing", "QLoRA")),
     "4 micro-batches of 1": ((), ("micro-batches of 1",)),
     "optimizer offload": (
         ("loss in chunks", "checkpointing"),
@@ -59,9 +60,7 @@ def host_gib() -> float:
 
 
 def in_words(name: str) -> str:
-    """The step before a recipe and with it: "61.8 → 50.0 GiB". "8b" is the last of all remedies."""
-    if name == "8b":
-        found = remedies()
-        return f"{found[0].peak / GIB:,.0f} → {found[-1].peak / GIB:,.0f} GiB"
+    """The step before a recipe and with it: "61.8 → 50.0 GiB"; in whole GiB from first to last."""
     before, after = [_tried().peak(stack, TOKENS) / GIB for stack in STEPS[name]]
-    return f"{before:,.1f} → {after:,.1f} GiB"
+    digits = 0 if name == "8b" else 1
+    return f"{before:,.{digits}f} → {after:,.{digits}f} GiB"

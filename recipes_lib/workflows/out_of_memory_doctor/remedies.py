@@ -25,6 +25,7 @@ from recipes_lib.memory.optimizer_offload import host_bytes
 
 MIB = 2**20
 RANK = 16  # of adapters
+CLOSER = 0.95
 TILE = 1024  # tokens, the least of apply_tiled_mlp
 LORA = "LoRA, 16-bit base"
 ADAPTERS = (LORA, "QLoRA")
@@ -140,6 +141,7 @@ def has_experts(model: Any) -> bool:
 
 # In the order in which the equation takes them.
 CHANGES = {
+    "optimizer offload": functools.partial(replace, gradients=0, states=0),
     "QLoRA": equation.in_four_bits,
     "tiled MLP": functools.partial(equation.with_tiled_mlp, tile=TILE, norms=True),
     "checkpointing": equation.with_checkpointing,
@@ -148,7 +150,6 @@ CHANGES = {
     "16-bit AdamW": functools.partial(equation.with_states_in, bits=16),
     "8-bit AdamW": functools.partial(equation.with_states_in, bits=8),
     "step in backward": equation.with_step_in_backward,
-    "optimizer offload": functools.partial(replace, gradients=0, states=0),
     "activation offload": equation.with_inputs_elsewhere,
 }
 
@@ -214,7 +215,7 @@ class Remedies:
     def _rows(self) -> list[Remedy]:
         """As it is, and for each price the cheapest stack that fits; none where there is no need.
 
-        A stack that does not fit is shown if it comes closer than those before.
+        A stack that does not fit is shown if it comes clearly closer than those before.
         """
         rows = [self._remedy(())]
         if rows[0].fits:
@@ -223,7 +224,7 @@ class Remedies:
             tried = [self._remedy(stack) for stack in self._stacks(priced)]
             fitting = [remedy for remedy in tried if remedy.fits]
             remedy = fitting[0] if fitting else min(tried, key=_peak_of)
-            if remedy.fits or remedy.peak < min(map(_peak_of, rows)):
+            if remedy.fits or remedy.peak < CLOSER * min(map(_peak_of, rows)):
                 rows.append(remedy)
             if remedy.fits and not priced:
                 break
