@@ -1,6 +1,6 @@
 """The ladder: a table that grows by a row per step, kept in a file after every row.
 
-    columns = [Column("peak_bytes", "peak", "B", mib, better="lower"), TIME, RATIO]
+    columns = [Column("peak_bytes", "peak", "B", mib), TIME, RATIO]
     ladder = Ladder("my_notebook", columns)
     ladder.climb("baseline", build)    # build() gives a turn; turn() takes a step, gives its times
     ladder.take_turns(rounds=5)        # the times of the rows that climbed, in turns
@@ -35,11 +35,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.measure import there_and_back
 from recipes_lib.core.measure.memory import free_memory_bytes, release_memory
 from recipes_lib.core.measure.runs import provenance, runs_dir
-from recipes_lib.report.bars import Bars, bars, of_rows
+from recipes_lib.report.bars import Bars, bars
 from recipes_lib.report.style import FACTOR, three_digits
 
 WIDTH = 88  # of a printed line, as in the code cells of a notebook
@@ -51,18 +50,16 @@ Turn = Callable[[], dict[str, float]]
 class Column(NamedTuple):
     """One number of a row: its name in the code and in the file, its heading, its unit.
 
-    Without a heading it is recorded and not shown. `words` writes a value as text. `better` is
-    "lower" or "higher" for what a chart of the ladder shows.
+    Without a heading it is recorded and not shown. `words` writes a value as text.
     """
 
     metric: str
     heading: str = ""
     unit: str = ""
     words: Callable[[Any], str] = str
-    better: str = ""
 
 
-TIME = Column("seconds", "s/step", "s", three_digits, "lower")
+TIME = Column("seconds", "s/step", "s", three_digits)
 RATIO = Column("ratio", "time, ×", "×", FACTOR)
 
 
@@ -114,7 +111,6 @@ class Ladder:
         self._waiting: dict[str, Waiting] = {}
         self._ready: dict[str, Turn] = {}  # turns that are alive, with their models
         self._rounds: list[dict[str, dict[str, float]]] = []  # times by row, round by round
-        self._units: dict[str, float] = {}  # into how many a row's time is divided
 
     # --- add rows ---
 
@@ -202,35 +198,25 @@ class Ladder:
 
     # --- times in turns ---
 
-    def take_turns(self, rounds: int = 5, *, profile: Sequence[str] = ()) -> None:
+    def take_turns(self, rounds: int = 5) -> None:
         """Time the rows that climbed since the last turns, all in turns, there and back.
 
         What slows the machine for a while then slows all of them. The first row takes part again.
         Rows that do not fit into memory together take their turns in parts, with the first row in
         each. One that fails keeps its first time. The file is saved after every round; the models
-        are free afterwards.
-
-        Args:
-            profile: rows that are looked at once more while they are alive, by `after_turns`.
-        Raises ValueError for less than one round, and if no row waits for its turns.
+        are free afterwards. Raises ValueError if no row waits for its turns.
         """
-        check_whole(rounds=rounds)
         waiting = [row for row in self.rows if row.name in self._waiting and not row.turns]
         if not waiting:
             raise ValueError("no row can take turns: add rows with climb, which knows their builds")
-        for name in profile:
-            check_choice([row.name for row in waiting], profile=name)
         for first in {self.first_of(row).name: None for row in waiting}:
             names = [row.name for row in waiting if self.first_of(row).name == first]
             for part in self._parts(first, names):
                 print(textwrap.shorten(f"in turns: {', '.join(part)}", WIDTH, placeholder=" …"))
-                self._take_turns_together(part, rounds, profile)
+                self._take_turns_together(part, rounds)
             for name in names:
                 if name != first:
                     del self._waiting[name]  # what builds a row may hold its model
-
-    def after_turns(self, name: str, turn: Turn) -> None:
-        """A last look at a row to profile, while its model is alive."""
 
     def _parts(self, first: str, names: Sequence[str]) -> list[list[str]]:
         """Rows that fit into memory together, with the first one in each part if that fits, too."""
@@ -254,9 +240,7 @@ class Ladder:
         needs = [self._waiting[name] for name in names]
         return all(kept - need.kept + need.peak <= room for need in needs)
 
-    def _take_turns_together(
-        self, names: Sequence[str], rounds: int, profile: Collection[str]
-    ) -> None:
+    def _take_turns_together(self, names: Sequence[str], rounds: int) -> None:
         self._ready = {name: turn for name, turn in self._ready.items() if name in names}
         release_memory()
         left = list(names)
@@ -269,9 +253,6 @@ class Ladder:
             left = [name for name in left if name in took]
             self._rounds.append(took)
             self._set_times(took)
-        for name in profile:
-            if name in left:
-                self.after_turns(name, self._ready[name])
         self._ready.clear()
         release_memory()
 
@@ -287,16 +268,8 @@ class Ladder:
             print(f"  {name} takes no more turns: {reason}", flush=True)
             return None
 
-    def set_times(
-        self, seconds: Mapping[str, Sequence[float]], *, units: Mapping[str, float] | None = None
-    ) -> None:
-        """Give the rows times that were taken elsewhere: for each row, those of every round.
-
-        Args:
-            units: into how many tokens or images a row's time is divided before it is compared.
-        Raises ValueError for rows of different numbers of rounds.
-        """
-        self._units |= units or {}
+    def set_times(self, seconds: Mapping[str, Sequence[float]]) -> None:
+        """Give the rows times that were taken elsewhere: for each row, those of every round."""
         for took in zip(*seconds.values(), strict=True):
             times = [{self.clock: each} for each in took]
             self._rounds.append(dict(zip(seconds, times)))
@@ -328,8 +301,8 @@ class Ladder:
             ratio = getattr(row, self.clock) / getattr(self[other], self.clock)
             setattr(row, metric, 1 / ratio if self.as_fast else ratio)
             return
-        mine = [self._per_unit(row.name, took) for took in both]
-        theirs = [self._per_unit(other, took) for took in both]
+        mine = [took[row.name][self.clock] for took in both]
+        theirs = [took[other][self.clock] for took in both]
         if row.name == other:  # beside its own fastest turn the range shows the noise
             theirs = [min(mine)] * len(mine)
         if self.as_fast:
@@ -339,21 +312,12 @@ class Ladder:
         each.append(of_fastest)
         row.set_range(metric, of_fastest, min(each), max(each))
 
-    def _per_unit(self, name: str, took: Mapping[str, Mapping[str, float]]) -> float:
-        return took[name][self.clock] / self._units.get(name, 1)
-
     # --- the file ---
 
     def note(self, **facts: Any) -> None:
         """Keep other measured facts (held-out losses, counts) beside the rows."""
         self.facts |= facts
         self.save()
-
-    def note_rates(self, rates: Mapping[Any, float]) -> None:
-        """Keep the device's operations per second by dtype; the next `save` writes them."""
-        # "float32": a JSON file knows no dtypes.
-        named_rates = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
-        self.facts["rates"] = named_rates
 
     def save(self) -> None:
         """Write the file whole or not at all: a run that dies keeps the rows before."""
@@ -417,16 +381,6 @@ class Ladder:
                     line.append(text)
         return [header, *cells]
 
-    def chart(self, *, title: str | None = None) -> Any:
-        """Bars of the columns that have a better value, beside each other."""
-        shown = []
-        for column in self.columns:
-            if column.better:
-                values = [getattr(row, column.metric) or 0 for row in self.rows]
-                labels = [cell(row, column) for row in self.rows]
-                shown.append(Bars(column.heading, values, labels, colors=of_rows(len(values))))
-        return self.draw(*shown, title=title or self.path.stem)
-
     def draw(self, *columns: Bars, **options: Any) -> Any:
         """Bars with the names and groups of the rows."""
         groups = [row.group for row in self.rows]
@@ -488,6 +442,11 @@ def cell(row: Row, column: Column) -> str:
 def ranges_of(row: Any, metric: str) -> tuple[float | None, float | None]:
     """The lowest and the highest of a row's turns; None without turns."""
     return getattr(row, f"{metric}_low", None), getattr(row, f"{metric}_high", None)
+
+
+def rates_by_name(rates: Mapping[Any, float]) -> dict[str, float]:
+    """Operations per second by "float32" and the like: a JSON file knows no dtypes."""
+    return {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
 
 
 def same_to(difference: float) -> str:

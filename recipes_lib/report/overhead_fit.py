@@ -22,8 +22,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FEWEST_POINTS = 3  # a line goes through any two points exactly, and says nothing of its error
-
 
 @dataclass(frozen=True)
 class OverheadFit:
@@ -49,17 +47,11 @@ def fit_overhead(points: Sequence[tuple[float, float]]) -> OverheadFit:
     """Fit the two terms by least squares.
 
     Args:
-        points: (bytes that a token reads, seconds that it takes).
-    Raises ValueError for fewer than three points, and if the time does not grow with the bytes.
+        points: (bytes that a token reads, seconds that it takes). Give three or more: a line goes
+            through any two exactly, and says nothing of its error.
+    Raises ValueError if the time does not grow with the bytes.
     """
-    if len(points) < FEWEST_POINTS:
-        raise ValueError(
-            f"{len(points)} points: give {FEWEST_POINTS} or more, because a line through fewer "
-            f"points says nothing of its own error"
-        )
-    sizes = [size for size, _ in points]
-    times = [seconds for _, seconds in points]
-    slope, overhead = statistics.linear_regression(sizes, times)
+    slope, overhead = statistics.linear_regression(*zip(*points, strict=True))
     if slope <= 0:
         raise ValueError(
             f"the time does not grow with the bytes (slope {slope:.2e} s per byte): measure again "

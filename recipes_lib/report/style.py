@@ -32,9 +32,7 @@ TERMS = {
     "weights": "#6b7485",
     "states": "#9457c4",
     "gradients": "#d1494b",
-    "embedding copies": "#8f3a52",
     "activations": "#dd8e0f",
-    "block gradients": "#b59a2b",
     "loss": "#2f9e82",
 }
 
@@ -54,9 +52,6 @@ WORK = {
 # Lines of runs that are compared: the first is what the others are compared with.
 LINES = (REFERENCE, "#3b82c4", "#c96a2a", "#14aa55", "#9457c4", "#c060ad")
 DASHES = ("-", "--", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1)))
-
-# Kinds of operators, the last for all others.
-OPERATORS = (*LINES[1:], TERMS["block gradients"], TERMS["embedding copies"], REFERENCE)
 
 # --- numbers --------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ dry_run  tensors without data: a step on shapes alone, which costs no memory
 live_bytes  an exact account of the bytes of live tensors
 machine  what am I running on: device, memory, native bf16, versions, tier
 memory  what is free on the device, the host and in the container, and what the process keeps
-operator_profile  seconds of a step by kind of operator
 peak_memory  the peak bytes inside a block of code
 rates  how fast this device multiplies matrices and reads memory: the limits of a step
 runs  where results are written, and what stands beside each: machine, versions, commit

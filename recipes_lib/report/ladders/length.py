@@ -36,7 +36,7 @@ class LengthLadder(Ladder):
             Column("times_baseline", "× baseline", "×", "{:.1f}".format),
             Column("ratio", f"time at {timed_at:,}, ×", "×", FACTOR),
             Column("loss", f"loss at {loss_at:,}", "nats", "{:.4f}".format),
-            Column("tokens", unit="tokens", better="higher"),
+            Column("tokens", unit="tokens"),
             Column("peak_bytes", unit="B"),
             Column("seconds", unit="s"),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,21 @@ import torch
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure import Measurement, bytes_alive, measure, timed
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.core.measure.operator_profile import profile_operators
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.predict import Build, Prediction, predict
 from recipes_lib.core.predict.operations import step_operations
-from recipes_lib.report.bars import Bars, bars, of_rows
-from recipes_lib.report.ladder import RATIO, TIME, Column, Ladder, Row, cell, ranges_of, same_to
+from recipes_lib.report.bars import Bars, of_rows
+from recipes_lib.report.ladder import (
+    RATIO,
+    TIME,
+    Column,
+    Ladder,
+    Row,
+    cell,
+    ranges_of,
+    rates_by_name,
+    same_to,
+)
 from recipes_lib.report.style import (
     SHARE,
     Unit,
@@ -67,13 +76,12 @@ class MemoryLadder(Ladder):
         rates: operations per second of matrix products by dtype, for the share of the limit:
             what `core.measure.rates.measure_matrix_rates` returns.
 
-    `predictions` and `timelines` hold what was predicted and measured of every row that climbed,
-    `profiles` the seconds by kind of operator of those that `take_turns` was asked for.
+    `predictions` and `timelines` hold what was predicted and measured of every row that climbed.
     """
 
     columns = (
         Column("predicted_bytes", "predicted", "B", mib),
-        Column("peak_bytes", "measured", "B", mib, "lower"),
+        Column("peak_bytes", "measured", "B", mib),
         Column("change", "change", "", percent),
         RATIO,
         TIME,
@@ -99,10 +107,9 @@ class MemoryLadder(Ladder):
         self.length = length
         self.rates = dict(rates or {})
         if self.rates:
-            self.note_rates(self.rates)
+            self.facts["rates"] = rates_by_name(self.rates)
         self.predictions: dict[str, Prediction] = {}
         self.timelines: dict[str, Timeline] = {}
-        self.profiles: dict[str, dict[str, float]] = {}
         self._dtypes: dict[str, torch.dtype | None] = {}
 
     def climb(
@@ -206,15 +213,12 @@ class MemoryLadder(Ladder):
             row.change = row.peak_bytes / first.peak_bytes - 1
         if row.predicted_bytes is not None:
             row.prediction_error = row.predicted_bytes / row.peak_bytes - 1
-        tokens = self._units.get(row.name, self.rows_of_a_batch * self.length)
+        tokens = self.rows_of_a_batch * self.length
         if tokens:
             row.tokens_per_second = tokens / row.seconds
         rate = self.rates.get(self._dtypes.get(row.name))
         if row.operations is not None and rate is not None:
             row.share_of_limit = row.operations / rate / row.seconds
-
-    def after_turns(self, name: str, turn: ReadyStep) -> None:
-        self.profiles[name] = profile_operators(turn.step)
 
     def saved(self, name: str) -> float:
         """The part of the baseline's peak that a row saves: 0.85 means 85 % less."""
@@ -224,50 +228,38 @@ class MemoryLadder(Ladder):
         """Peaks with predictions as ticks, times with their ranges. Without a title it says what
         the ladder has saved as a whole.
         """
-        return memory_chart(self.rows, title=title)
-
-
-def memory_chart(
-    rows: Sequence[Any], *, title: str | None = None, source: str | None = None
-) -> Any:
-    """The rows of a ladder, or of a recorded run, with the attributes of a MemoryLadder's rows."""
-    first = rows[0]
-    lowest = min(rows, key=lambda row: row.peak_bytes)
-    unit = Unit(max(row.peak_bytes for row in rows))
-    peaks = [unit.number(row.peak_bytes) for row in rows]
-    times = [three_digits(row.seconds) for row in rows]
-    for number, row in enumerate(rows[1:], 1):
-        peaks[number] += f"  ({percent(row.peak_bytes / first.peak_bytes - 1)})"
-        times[number] += f"  {row.ratio:.2f}×"
-    columns = [
-        Bars(
-            f"peak memory of tensors, {unit.name}",
-            [unit.of(row.peak_bytes) for row in rows],
-            peaks,
-            marks=[unit.of(row.predicted_bytes) for row in rows],
-            colors=of_rows(len(rows)),
-            width=2.4,
-        ),
-        Bars(
-            "seconds per step",
-            [row.seconds for row in rows],
-            times,
-            ranges=[ranges_of(row, "seconds") for row in rows],
-            colors=[TIME_COLOR] * len(rows),
-            width=1.5,
-        ),
-    ]
-    shares = [cell(row, Column("share_of_limit", words=SHARE)) for row in rows]
-    if any(shares):
-        columns.append(Bars("of the limit", labels=shares, width=0.7))
-    change = f"{unit.number(first.peak_bytes)} → {unit.text(lowest.peak_bytes)}"
-    return bars(
-        [row.name for row in rows],
-        *columns,
-        title=title or f"{change} of peak memory with {lowest.name}",
-        groups=[row.group for row in rows],
-        source=source,
-    )
+        rows = self.rows
+        first = rows[0]
+        lowest = min(rows, key=lambda row: row.peak_bytes)
+        unit = Unit(max(row.peak_bytes for row in rows))
+        peaks = [unit.number(row.peak_bytes) for row in rows]
+        times = [three_digits(row.seconds) for row in rows]
+        for number, row in enumerate(rows[1:], 1):
+            peaks[number] += f"  ({percent(row.change)})"
+            times[number] += f"  {row.ratio:.2f}×"
+        columns = [
+            Bars(
+                f"peak memory of tensors, {unit.name}",
+                [unit.of(row.peak_bytes) for row in rows],
+                peaks,
+                marks=[unit.of(row.predicted_bytes) for row in rows],
+                colors=of_rows(len(rows)),
+                width=2.4,
+            ),
+            Bars(
+                "seconds per step",
+                [row.seconds for row in rows],
+                times,
+                ranges=[ranges_of(row, "seconds") for row in rows],
+                colors=[TIME_COLOR] * len(rows),
+                width=1.5,
+            ),
+        ]
+        shares = [cell(row, Column("share_of_limit", words=SHARE)) for row in rows]
+        if any(shares):
+            columns.append(Bars("of the limit", labels=shares, width=0.7))
+        change = f"{unit.number(first.peak_bytes)} → {unit.text(lowest.peak_bytes)}"
+        return self.draw(*columns, title=title or f"{change} of peak memory with {lowest.name}")
 
 
 def what_changes(before: Prediction | None, new: Prediction) -> str:

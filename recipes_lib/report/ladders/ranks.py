@@ -38,7 +38,7 @@ class RankLadder(Ladder):
         Column("gradients", "gradients", "B", mib),
         Column("states", "states", "B", mib),
         Column("predicted_bytes", "predicted", "B", mib),
-        Column("kept_bytes", "measured", "B", mib, "lower"),
+        Column("kept_bytes", "measured", "B", mib),
         Column("sent_bytes", "sends", "B", mib),
         Column("predicted_sent", "expected", "B", mib),
         TIME,

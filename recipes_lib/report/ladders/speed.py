@@ -12,7 +12,7 @@ import torch
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.measure import timed
 from recipes_lib.report.bars import Bars
-from recipes_lib.report.ladder import Column, Ladder, Row, cell, ranges_of
+from recipes_lib.report.ladder import Column, Ladder, Row, cell, ranges_of, rates_by_name
 from recipes_lib.report.style import (
     FACTOR,
     RECIPE,
@@ -68,7 +68,7 @@ class SpeedLadder(Ladder):
     columns = (
         Column("weight_bytes", "reads", "B", megabytes),
         Column("prompt_seconds", "prompt", "s", milliseconds),
-        Column("tokens_per_second", "tokens/s", "tokens/s", three_digits, "higher"),
+        Column("tokens_per_second", "tokens/s", "tokens/s", three_digits),
         Column("ratio", "× as fast", "×", FACTOR),
         Column("gigabytes_per_second", "GB/s", "GB/s", three_digits),
         Column("share_of_limit", "of limit", "", SHARE),
@@ -95,7 +95,7 @@ class SpeedLadder(Ladder):
         self.bandwidth = bandwidth
         self.facts["bandwidth"] = bandwidth
         if rates:
-            self.note_rates(rates)
+            self.facts["rates"] = rates_by_name(rates)
         self._written: dict[str, list[int]] = {}  # what the first row of each group wrote
 
     def climb(
