@@ -43,9 +43,8 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.data.token_ids import stop_ids, token_row
 from recipes_lib.core.measure import in_turns
-from recipes_lib.core.model.decoding import CausalDecoder, require_decoder
+from recipes_lib.core.model.decoding import CausalDecoder, require_decoder, stop_ids, token_row
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

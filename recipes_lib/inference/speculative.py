@@ -57,9 +57,14 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.checks import check_share, check_whole
-from recipes_lib.core.data.token_ids import stop_ids, token_row
 from recipes_lib.core.measure import in_turns
-from recipes_lib.core.model.decoding import CausalDecoder, KeyValueCache, require_decoder
+from recipes_lib.core.model.decoding import (
+    CausalDecoder,
+    KeyValueCache,
+    require_decoder,
+    stop_ids,
+    token_row,
+)
 from recipes_lib.core.model.linears import layers_with_one_scale
 
 # --- the idea: what a learner can copy ------------------------------------------------------------

@@ -17,7 +17,6 @@ reminders  a made task with a score: a sentence, and the reminder in it as JSON
 row_files  rows of a local file or folder, whatever its format, each with its place
 row_order  the rows that a step trains on, as a function of the step alone
 template  what a chat template makes of a conversation, compared with what it holds
-token_ids  token ids as users give them, checked before a model reads them
 turns  the turns of a conversation in one form, whatever their fields are called
 """
 

@@ -20,17 +20,8 @@ from recipes_lib.core.checks import check_choice
 
 INSTRUCTION = "Write the docstring of this Python function.\n\n"
 # Not text of the library proper: tests, generated tables, installed packages.
-SKIP = (
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "lib2to3",
-    "encodings",
-    "pydoc_data",
-    "ensurepip",
-    "turtledemo",
-)
+SKIP = {"test", "tests", "idle_test", "site-packages", "lib2to3", "encodings", "pydoc_data"}
+SKIP |= {"ensurepip", "turtledemo"}
 TOGETHER = 32  # modules whose functions are mixed
 SPLITS = ("train", "validation")
 

@@ -2,7 +2,7 @@
 
     evaluate          one number: the mean loss over all targets
     row_losses        the loss of each row, from which an interval can be drawn
-    perplexity        exp of the mean loss of running text: what a fine-tune is not about
+    text_windows      rows of running text: what a fine-tune is not about
     generate_answers  what the model says, greedily
     decode_quality    perplexity and agreement of a model with other weights or kernels
 
@@ -25,12 +25,12 @@ import torch
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.batching import Batch, check_rows, collate
 from recipes_lib.core.data.chat import IGNORED, Row, tokenize_pair
-from recipes_lib.core.data.token_ids import token_rows
 from recipes_lib.core.model.causal_lm import longest_text
 from recipes_lib.core.model.decoding import (
     is_decoder,
     require_causal_lm_or_decoder,
     require_decoder,
+    token_row,
 )
 from recipes_lib.core.model.output_layer import at_least_fp32
 
@@ -46,31 +46,20 @@ GREEDY = {
 # --- losses ---------------------------------------------------------------------------------------
 
 
-def evaluate(model: Any, data: Any, *, pad_token_id: int, batch_size: int = 8) -> float:
+def evaluate(model: Any, data: Iterable[Row], *, pad_token_id: int, batch_size: int = 8) -> float:
     """Held-out loss: the mean over all targets of `data`, in nats. Every module keeps its mode.
 
-    Raises ValueError for rows without any target.
+    A row without a target has nothing to say. Raises ValueError if no row has one, and as
+    `row_losses` does.
     """
-    check_whole(batch_size=batch_size, rows=len(data))
-    total = 0.0
-    targets = 0
-    for start in range(0, len(data), batch_size):
-        rows = [data[i] for i in range(start, min(start + batch_size, len(data)))]
-        batch = collate(rows, pad_token_id=pad_token_id, device=str(model.device))
-        count = int((batch["labels"][:, 1:] != IGNORED).sum())
-        if count == 0:
-            continue  # the mean over no targets is NaN
-        with evaluating(model):
-            mean = model(**batch, use_cache=False).loss.item()
-        # Batches differ in their number of targets: a mean of their means would be another loss.
-        total += mean * count
-        targets += count
-    if targets == 0:
+    rows = [row for row in data if _count_targets(row["labels"][1:]) > 0]
+    if not rows:
         raise ValueError(
-            f"none of the {len(data)} rows has a target: each label is {IGNORED}, or the first of "
-            f"its row; give rows with an answer"
+            f"no row has a target: each label is {IGNORED}, or the first of its row; give rows "
+            f"with an answer"
         )
-    return total / targets
+    losses, targets = row_losses(model, rows, pad_token_id=pad_token_id, batch_size=batch_size)
+    return (losses.sum() / targets.sum()).item()
 
 
 def row_losses(
@@ -132,15 +121,6 @@ def _losses_of_batch(model: Any, batch: Batch) -> torch.Tensor:
 
 
 # --- running text ---------------------------------------------------------------------------------
-
-
-def perplexity(
-    model: Any, tokenizer: Any, *, text: str, context: int = 256, windows: int = 8
-) -> float:
-    """exp of the mean loss over `text_windows`. Use text that the fine-tune is not about."""
-    rows = text_windows(tokenizer, text=text, context=context, windows=windows)
-    losses, targets = row_losses(model, rows, pad_token_id=0, batch_size=1)
-    return math.exp((losses.sum() / targets.sum()).item())
 
 
 def text_windows(tokenizer: Any, *, text: str, context: int = 256, windows: int = 8) -> list[Row]:
@@ -329,14 +309,17 @@ def document_rows(
     else:
         vocabulary = model.get_input_embeddings().num_embeddings
         longest = longest_text(model.config)
-    rows = token_rows(documents=documents, vocabulary=vocabulary, least=2)  # [1, S] each
-    for number, row in enumerate(rows):
-        if longest is not None and row.shape[1] > longest:
+    rows = []
+    for number, document in enumerate(documents):
+        name = f"documents[{number}]"
+        row = token_row(document, vocabulary=vocabulary, name=name, least=2)[0]  # [S]
+        if longest is not None and len(row) > longest:
             raise ValueError(
-                f"documents[{number}] has {row.shape[1]} tokens, and the model was trained for "
-                f"{longest} positions (max_position_embeddings): cut it into shorter documents"
+                f"{name} has {len(row)} tokens, and the model was trained for {longest} positions "
+                f"(max_position_embeddings): cut it into shorter documents"
             )
-    return [row[0] for row in rows]
+        rows.append(row)
+    return rows
 
 
 def next_token_logits(

@@ -43,53 +43,21 @@ PASSED_ON = ("name", "tool_call_id")  # to templates, some of which write them
 USED = (*ROLE_FIELDS, *CONTENT_FIELDS, *CALL_FIELDS, *REASONING_FIELDS, *SHARE_FIELDS, *PASSED_ON)
 
 # Facts about a row or a turn, of which none is to be read by a model.
-UNIMPORTANT = frozenset(
-    [
-        "id",
-        "idx",
-        "index",
-        "uuid",
-        "hash",
-        "prompt_id",
-        "question_id",
-        "conversation_id",
-        "message_id",
-        "user_id",
-        "source",
-        "dataset",
-        "dataset_name",
-        "data_source",
-        "url",
-        "license",
-        "author",
-        "language",
-        "lang",
-        "category",
-        "subset",
-        "tags",
-        "metadata",
-        "meta",
-        "model",
-        "generator",
-        "created_at",
-        "timestamp",
-        "token_count",
-        "num_tokens",
-        "num_turns",
-        "parallel_tool_calls",
-        "__index_level_0__",
-    ]
-)
+UNIMPORTANT = {"id", "idx", "index", "uuid", "hash", "prompt_id", "question_id", "conversation_id"}
+UNIMPORTANT |= {"message_id", "user_id", "source", "dataset", "dataset_name", "data_source", "url"}
+UNIMPORTANT |= {"license", "author", "language", "lang", "category", "subset", "tags", "metadata"}
+UNIMPORTANT |= {"meta", "model", "generator", "created_at", "timestamp", "token_count"}
+UNIMPORTANT |= {"num_tokens", "num_turns", "parallel_tool_calls", "__index_level_0__"}
 
 
-def turns_of(value: Any, name: str = "messages") -> list[Turn]:
+def turns_of(value: Any) -> list[Turn]:
     """The turns in a column: a list of them, or its JSON text.
 
     Raises ValueError with the number of the turn for what has no place in the form above.
     """
     turns = from_text(value)
     if not isinstance(turns, list) or not turns:
-        raise ValueError(f"`{name}` is {shown(value)}: give a list of one turn or more")
+        raise ValueError(f"the turns are {shown(value)}: give a list of one turn or more")
     found: list[Turn] = []
     for number, turn in enumerate(turns):
         try:

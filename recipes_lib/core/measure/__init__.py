@@ -3,7 +3,6 @@
 "Peak bytes" means the same on both devices. On CUDA it is the allocator's own peak. On a CPU it is
 that of an exact account of live storages (`live_bytes.py`).
 
-allocated_limit  on a GPU, out of memory at so many bytes of tensors, as on a smaller one
 allocator_peak  peak bytes of tensors where compiled code makes them
 dry_run  tensors without data: a step on shapes alone, which costs no memory
 live_bytes  an exact account of the bytes of live tensors

@@ -28,23 +28,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes_lib.core.measure.live_bytes import LiveBytes
 
-# Below this level the profiler's library prints two lines each time that it starts and stops.
-QUIET = "6"
-
 
 class AllocatorPeak:
     """Context manager: `peak` and `current` in bytes of live tensors on a CPU, known after it.
-
-        with AllocatorPeak() as memory:
-            step()
-        print(memory.peak)
 
     What was alive `before` counts as well. Run the step once outside: compiling allocates, too.
     Raises RuntimeError inside of another profiler: PyTorch runs one at a time.
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
+        # Below this level the profiler's library prints two lines each time it starts and stops.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile = profiler.profile(use_kineto=True, profile_memory=True)
         self._alive = LiveBytes("cpu", listener=self)
         self._changes: list[_Change] = []

@@ -6,17 +6,23 @@
 
 On CUDA it is the allocator's own peak. On a CPU, and in a dry run, it is that of an exact account
 of live storages (`live_bytes.py`).
+
+A limit lets a large card stand in for a smaller one. PyTorch can cap its own allocator, and the cap
+counts what is *reserved*. A model that was quantized from fp32 lies in pieces in the memory of its
+fp32 weights: it would run out where a smaller card, on which it was loaded in four bits, does not.
+So the limit here asks after every operator what was *allocated* at most.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.measure.allocated_limit import AllocatedLimit
 from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.measure.machine import machine as this_machine
@@ -34,10 +40,6 @@ class PeakMemory:
 
     What was alive before counts as well, as it does on a GPU. Contexts nest, and an error inside
     the block leaves no hook behind.
-
-        with PeakMemory() as memory:
-            loss.backward()
-        print(memory.peak)
 
     Args:
         limit_bytes: run the block as on a smaller device: the operator that goes over it raises
@@ -61,12 +63,12 @@ class PeakMemory:
             check_whole(limit_bytes=limit_bytes)
         self._peak = 0
         self._on_cuda = this_machine().device == "cuda" and not dry()
-        self._cuda_limit: AllocatedLimit | None = None
+        self._cuda_limit: _AllocatedLimit | None = None
         account_limit = limit_bytes
         if self._on_cuda and limit_bytes is not None:
             # CUDA's allocator knows more than the account: the scratch memory of operators.
             account_limit = None
-            self._cuda_limit = AllocatedLimit(limit_bytes, restart_peak=self._close_cuda_interval)
+            self._cuda_limit = _AllocatedLimit(limit_bytes, self._close_cuda_interval)
         self._recorder = None
         self._account: LiveBytes | TimelineRecorder | None = None
         if model is not None:
@@ -119,3 +121,38 @@ class PeakMemory:
         for memory in self._open:
             memory._peak = memory.peak
         torch.cuda.reset_peak_memory_stats()
+
+
+class _AllocatedLimit(TorchDispatchMode):
+    """The operator that takes the GPU's tensors over `limit_bytes` raises torch.OutOfMemoryError.
+
+    `restart_peak` is called after an operator that went over the limit, whose error was caught and
+    whose tensors are gone.
+    """
+
+    def __init__(self, limit_bytes: int, restart_peak: Callable[[], Any]) -> None:
+        super().__init__()
+        self._limit = limit_bytes
+        self._restart_peak = restart_peak
+
+    def ignore_compile_internals(self) -> bool:
+        """Asked by torch.compile, which otherwise compiles nothing inside of a dispatch mode."""
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if _peak_of_allocator() > self._limit:
+            self._restart_peak()
+        out = func(*args, **(kwargs or {}))
+        peak = _peak_of_allocator()
+        if peak > self._limit:
+            raise torch.OutOfMemoryError(
+                f"emulated out of memory: {peak:,} bytes of tensors were alive, "
+                f"the limit is {self._limit:,}"
+            )
+        return out
+
+
+def _peak_of_allocator() -> int:
+    """`torch.cuda.max_memory_allocated`, which would sort all other statistics first."""
+    statistics = torch.cuda.memory_stats_as_nested_dict()
+    return statistics["allocated_bytes"]["all"]["peak"]

@@ -18,14 +18,13 @@ Shapes: B batch, K new tokens, T capacity, Hkv heads of keys and values, D head 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.data.token_ids import stop_ids, token_row
 from recipes_lib.core.model.causal_lm import require_causal_lm
 
 
@@ -192,6 +191,34 @@ def require_causal_lm_or_decoder(model: Any) -> None:
     """
     if not is_decoder(model):
         require_causal_lm(model)
+
+
+def token_row(tokens: Any, *, vocabulary: int, name: str = "prompt", least: int = 1) -> Tensor:
+    """One text, ids as a list or as a tensor [S] or [1, S], as int64 [1, S].
+
+    Raises ValueError for fewer than `least` tokens, several rows, and ids that the model, which
+    knows `vocabulary` of them, does not have: they fail deep inside an embedding, and on a GPU
+    without a name.
+    """
+    ids = torch.as_tensor(tokens)
+    if ids.dim() == 1:
+        ids = ids[None]
+    if ids.dim() != 2 or len(ids) != 1 or ids.shape[1] < least:
+        raise ValueError(
+            f"{name} has the shape {list(ids.shape)}: give token ids of one row, {least} or more"
+        )
+    smallest, largest = ids.aminmax()
+    if smallest < 0 or largest >= vocabulary or ids.is_floating_point():
+        raise ValueError(
+            f"{name} holds numbers from {smallest} to {largest}, and the model knows the whole "
+            f"ones from 0 to {vocabulary - 1}: give the ids of the model's own tokenizer"
+        )
+    return ids.long()
+
+
+def stop_ids(stop: Iterable[Any]) -> frozenset[int]:
+    """The ids that end a text. The None of a tokenizer without an end token would never come."""
+    return frozenset(int(token) for token in stop)
 
 
 def greedy(

@@ -12,9 +12,6 @@ that run out:
                  if it is worth it (512 bytes of a small one, 1 MiB of a large one)
     given back   a block merges with free neighbours of its segment
 
-With expandable segments there is one segment for small and one for large blocks. Each grows at its
-end, page by page, so that holes in it matter less.
-
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.13, default settings, one stream.
 """
 
@@ -30,7 +27,6 @@ SMALL = MIB  # the largest size that comes from a segment of small blocks
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 OF_ITS_OWN = 10 * MIB  # from this size on
-PAGE = {True: 2 * MIB, False: 20 * MIB}  # of an expandable segment, small and large
 
 
 @dataclass(eq=False)
@@ -53,15 +49,13 @@ class Block:
 class Allocator:
     """Follows every storage, as a listener of `LiveBytes`."""
 
-    def __init__(self, *, expandable: bool = False, limit_bytes: int | None = None) -> None:
+    def __init__(self, *, limit_bytes: int | None = None) -> None:
         self.allocated = 0
         self.reserved = 0
         self.peak_allocated = 0
         self.peak_reserved = 0
-        self._expandable = expandable
         self._limit = limit_bytes
         self._free: dict[bool, list[Block]] = {True: [], False: []}
-        self._ends: dict[bool, Block] = {}  # the last block of each expandable segment
         self._of: dict[int, Block] = {}  # by the number of a storage
         self._numbers = itertools.count()
 
@@ -76,10 +70,10 @@ class Allocator:
         self.peak_reserved = self.reserved
 
     def empty_cache(self) -> None:
-        """Give free segments back, as `torch.cuda.empty_cache()` does; not expandable ones."""
+        """Give free segments back, as `torch.cuda.empty_cache()` does."""
         for free in self._free.values():
             for block in list(free):
-                if block.before is None and block.after is None and not self._expandable:
+                if block.before is None and block.after is None:
                     self._take_out(block)
                     self.reserved -= block.size
 
@@ -101,9 +95,7 @@ class Allocator:
         size = max(ROUNDED, -(-size // ROUNDED) * ROUNDED)
         small = size <= SMALL
         block = self._best_fit(size, small)
-        if block is None and self._expandable:
-            block = self._grown(size, small)
-        elif block is None:
+        if block is None:
             block = Block(_segment(size, small), small, next(self._numbers))
             if self._limit is not None and self.reserved + block.size > self._limit:
                 self.empty_cache()  # PyTorch does so before it gives up
@@ -119,31 +111,14 @@ class Allocator:
         at = bisect.bisect_left(free, (size, -1), key=lambda block: block.place)
         return free.pop(at) if at < len(free) else None
 
-    def _grown(self, size: int, small: bool) -> Block:
-        """The free end of the segment, made large enough by new pages."""
-        end = self._ends.get(small)
-        block = Block(0, small, next(self._numbers), before=end)
-        if end is not None and end.free:
-            self._free[small].remove(end)
-            block = end
-        elif end is not None:
-            end.after = block
-        more = -(-(size - block.size) // PAGE[small]) * PAGE[small]
-        block.size += more
-        self._ends[small] = block
-        self._reserve(more)
-        return block
-
     def _split(self, block: Block, size: int) -> None:
         rest = block.size - size
-        worth_it = rest >= ROUNDED if block.small or self._expandable else rest > SMALL
+        worth_it = rest >= ROUNDED if block.small else rest > SMALL
         if not worth_it:
             return
         other = Block(rest, block.small, next(self._numbers), before=block, after=block.after)
         if block.after is not None:
             block.after.before = other
-        if self._ends.get(block.small) is block:
-            self._ends[block.small] = other
         block.after = other
         block.size = size
         self._put(other)
@@ -167,8 +142,6 @@ class Allocator:
         first.after = second.after
         if second.after is not None:
             second.after.before = first
-        if self._ends.get(first.small) is second:
-            self._ends[first.small] = first
 
     def _put(self, block: Block) -> None:
         bisect.insort(self._free[block.small], block, key=lambda each: each.place)

@@ -36,11 +36,9 @@ READ_THE_BLOCKS_INPUT = {"q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn"}
 def step_operations(model: Any, *, rows: int, length: int) -> int:
     """Operations of one training step of `model` as it is now, on `rows` x `length` tokens.
 
-    The model may have adapters, 4-bit weights, and a prompt of peft that trains, whose tokens count
-    as all others. Every linear layer counts for every token, and every block attends to all tokens
-    before: a mixture of experts and a sliding window do less.
+    The model may have adapters and 4-bit weights. Every linear layer counts for every token, and
+    every block attends to all tokens before: a mixture of experts and a sliding window do less.
     """
-    length += _prompt_tokens(model)
     layers = 0  # operations per token
     attentions = 0  # how many times that of a forward
     blocks = decoder_blocks(model)
@@ -61,7 +59,7 @@ def step_operations(model: Any, *, rows: int, length: int) -> int:
 
 
 def _trains_below_the_blocks(model: Any) -> bool:
-    """Whether a gradient goes through all blocks: to the embedding, or to a prompt of adapters."""
+    """Whether a gradient goes through all blocks, to the embedding."""
     behind = [*norms_of(trunk(model))[-1:], model.get_output_embeddings()]
     elsewhere = set(decoder_blocks(model).parameters())
     for module in behind:
@@ -69,16 +67,6 @@ def _trains_below_the_blocks(model: Any) -> bool:
     # An output layer that is tied to the embedding is the same parameter.
     elsewhere -= set(model.get_input_embeddings().parameters())
     return any(p.requires_grad for p in model.parameters() if p not in elsewhere)
-
-
-def _prompt_tokens(model: Any) -> int:
-    """Tokens that peft puts in front of each row: of a trained prompt, not of a prefix."""
-    adapters = getattr(model, "active_peft_config", None)
-    if adapters is None or not adapters.is_prompt_learning:
-        return 0
-    if adapters.peft_type.value in ("PREFIX_TUNING", "CARTRIDGE"):  # keys and values, no tokens
-        return 0
-    return adapters.num_virtual_tokens
 
 
 def _block(block: torch.nn.Module, *, below_trains: bool) -> int:

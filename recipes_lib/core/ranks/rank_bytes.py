@@ -2,7 +2,6 @@
 
     held = rank_bytes(model, optimizer)
     held.parameters, held.gradients, held.states        each in bytes, on this rank alone
-    held.total / 2**20
 
 Of a DTensor this rank's part counts, and memory that two tensors share counts once. What easily
 escapes a count is here, too:
@@ -11,14 +10,14 @@ escapes a count is here, too:
                         `gradient_as_bucket_view=True` the gradients are views of them.
     gathered            `fully_shard` keeps whole parameters from forward to backward if it does not
                         reshard, and whole gradients while `set_requires_gradient_sync(False)`.
-    quantization        The scales of a bitsandbytes weight lie beside it, whole on every rank.
+    scales              Those of a bitsandbytes weight lie beside it, whole on every rank.
 
 The peak of a step is another number: `core.measure.PeakMemory` counts the activations as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +32,8 @@ from recipes_lib.core.model.sizes import (
     state_tensors,
     tensor_bytes,
 )
+
+Seen = set[tuple[int, int]]  # places in memory that have been counted
 
 
 @dataclass(frozen=True)
@@ -62,63 +63,46 @@ def rank_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
         model: plain, or wrapped by DistributedDataParallel, or sharded.
         optimizer: with its states, which exist after the first step; without it they count 0.
     """
-    shards = list(_shards(model))
-    parameters = list(_resting_parameters(model, shards))
-    count = _Count()
+    seen: Seen = set()
+    split = _split_parameters(model)
+    parameters = _at_rest(model, split)
+    gradients = [parameter.grad for parameter in parameters]
+    scales = []
+    for owner in (*parameters, *model.modules()):  # once it is sharded, the layer has them
+        scales += quantization_tensors(owner)
+    states = [] if optimizer is None else state_tensors(optimizer)
     return RankBytes(
-        parameters=count.new([*parameters, *_quantization(model, parameters)]),
-        gradients=count.new(parameter.grad for parameter in parameters) + _buckets(model),
-        states=count.new(() if optimizer is None else state_tensors(optimizer)),
-        gathered=count.new(_gathered(shards)),
-        buffers=count.new(model.buffers()),
+        parameters=_new_bytes([*parameters, *scales], seen),
+        gradients=_new_bytes(gradients, seen) + _bucket_bytes(model),
+        states=_new_bytes(states, seen),
+        gathered=_new_bytes(_gathered(split), seen),
+        buffers=_new_bytes(model.buffers(), seen),
     )
 
 
-class _Count:
-    """Bytes of tensors that have not been counted before, by the place of their memory."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[int, int]] = set()
-
-    def new(self, values: Iterable[Any]) -> int:
-        total = 0
-        for value in values:
-            # A DTensor, or a quantized tensor, is made of plain ones: those of this rank.
-            for tensor in plain_tensors(value):
-                total += self._size(tensor)
-        return total
-
-    def _size(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        place = (storage._cdata, tensor.storage_offset())
-        if place in self._seen:
-            return 0
-        self._seen.add(place)
-        # A storage may have been freed under a tensor that still has its shape.
-        return min(tensor_bytes(tensor), storage.nbytes())
-
-
-def _quantization(model: nn.Module, parameters: list[nn.Parameter]) -> Iterator[torch.Tensor]:
-    """Scales and code tables of bitsandbytes: on a weight, or on the layer once it is sharded."""
-    for owner in (*parameters, *model.modules()):
-        yield from quantization_tensors(owner)
-
-
-# --- DistributedDataParallel ----------------------------------------------------------------------
-
-
-def _buckets(model: nn.Module) -> int:
-    """Bytes of the buckets that are no `.grad`."""
+def _new_bytes(values: Iterable[Any], seen: Seen) -> int:
+    """Bytes of the tensors that have not been seen before; a DTensor is made of this rank's part."""
     total = 0
-    for module in model.modules():
-        if not isinstance(module, DistributedDataParallel):
-            continue
-        ignored = module.parameters_to_ignore
-        for name, parameter in module.module.named_parameters():
-            if not parameter.requires_grad or name in ignored:
-                continue
+    for value in values:
+        for tensor in plain_tensors(value):
+            storage = tensor.untyped_storage()
+            place = (storage._cdata, tensor.storage_offset())
+            if place not in seen:
+                seen.add(place)
+                # A storage may have been freed under a tensor that still has its shape.
+                total += min(tensor_bytes(tensor), storage.nbytes())
+    return total
+
+
+def _bucket_bytes(model: nn.Module) -> int:
+    """Bytes of DistributedDataParallel's buckets that are no `.grad`."""
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    total = 0
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad and name not in model.parameters_to_ignore:
             # As a view of its bucket, a gradient that exists has been counted already.
-            if parameter.grad is None or not module.gradient_as_bucket_view:
+            if parameter.grad is None or not model.gradient_as_bucket_view:
                 total += tensor_bytes(parameter)
     return total
 
@@ -131,30 +115,34 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def _shards(model: nn.Module) -> Iterator[Any]:
+def _split_parameters(model: nn.Module) -> list[Any]:
     """PyTorch's records of the parameters that `fully_shard` has split."""
+    found = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             for group in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group]):
                 if group is not None:
-                    yield from group.fsdp_params
+                    found += group.fsdp_params
+    return found
 
 
-def _resting_parameters(model: nn.Module, shards: list[Any]) -> Iterator[nn.Parameter]:
-    """The parts that this rank holds at rest, whether or not the whole is gathered just now."""
-    yield from (shard.sharded_param for shard in shards)
-    gathered = {id(getattr(shard, "_unsharded_param", None)) for shard in shards}
-    for parameter in model.parameters():
-        if id(parameter) not in gathered:
-            yield parameter
+def _at_rest(model: nn.Module, split: list[Any]) -> list[nn.Parameter]:
+    """The parameters, of split ones this rank's part, whether or not the whole is gathered now."""
+    whole = {id(_whole(each)) for each in split}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in whole]
+    return [*(each.sharded_param for each in split), *others]
 
 
-def _gathered(shards: list[Any]) -> Iterator[torch.Tensor | None]:
+def _gathered(split: list[Any]) -> list[torch.Tensor | None]:
     """Whole parameters, and whole gradients that wait for the last micro-batch."""
-    for shard in shards:
-        yield from shard.all_gather_outputs
-        yield shard.unsharded_accumulated_grad
-        whole = getattr(shard, "_unsharded_param", None)
-        if whole is not None:
-            yield whole.grad
+    found = []
+    for each in split:
+        found += [*each.all_gather_outputs, each.unsharded_accumulated_grad]
+        found.append(getattr(_whole(each), "grad", None))
+    return found
+
+
+def _whole(split_parameter: Any) -> nn.Parameter | None:
+    """The gathered parameter; None before the first forward."""
+    return getattr(split_parameter, "_unsharded_param", None)

@@ -78,45 +78,20 @@ def ring_bytes(kind: str, whole: float, ranks: int) -> float:
 
 # --- how PyTorch's operators are read -------------------------------------------------------------
 
-# The operators behind `torch.distributed`, by name: the kind, and the argument that holds the whole
-# tensor. A star says that it holds one rank's part, and the whole is as many times larger.
-OPERATORS = {
-    "c10d::allreduce_": ("all_reduce", "tensors"),
-    "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
-    "c10d::_allgather_base_": ("all_gather", "output_tensor"),
-    "c10d::allgather_": ("all_gather", "output_tensors"),
-    "c10d::allgather_coalesced_": ("all_gather", "output_lists"),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
-    "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
-    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
-    "c10d::alltoall_": ("all_to_all", "input_tensors"),
-    "c10d::alltoall_base_": ("all_to_all", "input"),
-    "c10d::send": ("send", "tensors"),
-    "c10d::broadcast_": ("broadcast", "tensors"),
-    "c10d::reduce_": ("reduce", "tensors"),
-    "c10d::gather_": ("gather", "*input_tensors"),
-    "c10d::scatter_": ("scatter", "*output_tensors"),
-    "_dtensor::shard_dim_alltoall": ("all_to_all", "input"),
+LIBRARIES = ("c10d", "_c10d_functional", "_dtensor")
+# The kind of a collective, by what its operator's name contains: the first that it does.
+KINDS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
 }
-# Those that return a new tensor, which DTensor uses.
-FUNCTIONAL = {
-    "all_reduce": ("all_reduce", "input"),
-    "all_reduce_": ("all_reduce", "input"),
-    "all_reduce_coalesced": ("all_reduce", "inputs"),
-    "all_reduce_coalesced_": ("all_reduce", "inputs"),
-    "all_gather_into_tensor": ("all_gather", "*input"),
-    "all_gather_into_tensor_out": ("all_gather", "*input"),
-    "all_gather_into_tensor_coalesced": ("all_gather", "*inputs"),
-    "reduce_scatter_tensor": ("reduce_scatter", "input"),
-    "reduce_scatter_tensor_out": ("reduce_scatter", "input"),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs"),
-    "all_to_all_single": ("all_to_all", "input"),
-    "broadcast": ("broadcast", "input"),
-    "broadcast_": ("broadcast", "input"),
-    "isend": ("send", "tensor"),
-}
-OPERATORS |= {f"_c10d_functional::{name}": reading for name, reading in FUNCTIONAL.items()}
+OF_PARTS = ("all_gather", "gather", "scatter")  # every operator has a part, and not all the whole
 
 
 class _Counter(TorchDispatchMode):
@@ -128,27 +103,45 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = func._schema.name
-        if name in OPERATORS:
+        kind = _kind_of(func._schema.name)
+        if kind is not None:
             names = [argument.name for argument in func._schema.arguments]
-            self._enter(*OPERATORS[name], dict(zip(names, args)) | kwargs)
-        elif name == "_c10d_functional::batch_p2p_ops":
+            self._enter(kind, dict(zip(names, args)) | kwargs)
+        elif func._schema.name == "_c10d_functional::batch_p2p_ops":
             directions, _, _, tensors, *_ = args
             for direction, tensor in zip(directions, tensors):
                 if direction == "isend":
                     self._traffic.add("send", tensor_bytes(tensor), tensor_bytes(tensor))
         return func(*args, **kwargs)
 
-    def _enter(self, kind: str, argument: str, given: dict[str, Any]) -> None:
+    def _enter(self, kind: str, given: dict[str, Any]) -> None:
         group = _group_of(given)
-        tensors = given[argument.lstrip("*")]
-        whole = sum(tensor_bytes(tensor) for tensor in tree_leaves(tensors))
-        if argument.startswith("*"):
-            whole *= group.size()
+        sizes = [size for size in map(_bytes_of, given.values()) if size > 0]
+        if kind in OF_PARTS:
+            whole = min(sizes) * group.size()
+        else:
+            whole = max(sizes)
         sent = ring_bytes(kind, whole, group.size())
         if kind == "all_to_all":
+            tensors = given.get("input", given.get("input_tensors"))
+            whole = _bytes_of(tensors)
             sent = whole - _staying(tensors, given.get("input_split_sizes"), whole, group)
         self._traffic.add(kind, whole, sent)
+
+
+def _kind_of(operator: str) -> str | None:
+    library, _, name = operator.partition("::")
+    if library in LIBRARIES:
+        for part, kind in KINDS.items():
+            if part in name.replace("_", ""):
+                return kind
+    return None
+
+
+def _bytes_of(value: Any) -> int:
+    """Bytes of the tensors in an argument of an operator."""
+    leaves = tree_leaves(value)
+    return sum(tensor_bytes(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _group_of(given: dict[str, Any]) -> ProcessGroup:
