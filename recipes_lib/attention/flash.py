@@ -35,12 +35,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recipes_lib.attention._heads import selects_keys
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     projection_widths,
     require_causal_lm,
-    selects_keys,
 )
 from recipes_lib.core.model.grouped_heads import without_grouped_heads
 from recipes_lib.core.model.probe import proves

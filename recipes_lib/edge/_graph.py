@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from recipes_lib.core.model.linears import refuse_quantized, require_module
+from recipes_lib.core.model.linears import refuse_quantized
 
 LARGEST_BATCH = 1024  # of a graph with `any_batch`
 
@@ -53,7 +53,8 @@ def capture_graph(
     Raises ValueError for layers that are quantized or have masks, and for weights that are not fp32
     on a CPU. Errors of torch.export pass through.
     """
-    require_module(model)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{type(model).__name__} is no model: give a module of PyTorch")
     _require_plain_weights(model)
     shapes = None
     if any_batch:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import (
+    FULL_ATTENTIONS,
     require_causal_lm,
-    require_full_attention,
     without_adapters,
 )
 
@@ -27,7 +27,13 @@ def require_llama(model: Any, *, families: tuple[str, ...], rope_types: tuple[st
     check_choice(families, model_type=config.model_type)
     check_choice(("silu",), hidden_act=config.hidden_act)
     check_choice(rope_types, rope_type=config.rope_parameters["rope_type"])
-    require_full_attention(model, way_out='call model.set_attn_implementation("sdpa") first')
+    # An attention that a technique has put into the model lives in Python, and in no file.
+    kernel = str(config._attn_implementation)
+    if not any(part in kernel for part in FULL_ATTENTIONS):
+        raise ValueError(
+            f"the model computes its attention by {kernel!r}, and the file would hold full "
+            f'attention: call model.set_attn_implementation("sdpa") first'
+        )
 
 
 def in_pairs(weight: Tensor, *, head_dim: int) -> Tensor:

@@ -35,8 +35,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_existing_file, check_folder, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.machine import require
+from recipes_lib.edge._files import check_existing_file
 
 SOURCES = Path(__file__).parent / "cpp"
 OLDEST_CMAKE = (3, 28)  # older ones find the package, and none of its targets
@@ -76,7 +77,6 @@ def build_runner(folder: Path | str) -> Path:
     Raises ValueError where cmake 3.28 or a compiler is missing, or the build fails, with the last
     lines of what it said. Raises ImportError without ExecuTorch.
     """
-    check_folder(folder=folder)
     executorch = require("executorch")
     cmake = find_cmake()
     package = Path(next(iter(executorch.__path__)))

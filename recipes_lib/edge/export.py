@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from recipes_lib.core.checks import check_file
 from recipes_lib.core.measure.machine import require
 from recipes_lib.edge._exported_file import (
     ExportedFile,
@@ -41,6 +40,7 @@ from recipes_lib.edge._exported_file import (
     require_delegated,
     whole_or_none,
 )
+from recipes_lib.edge._files import check_file
 from recipes_lib.edge._graph import capture_graph
 from recipes_lib.edge._noise import noise_to
 

@@ -36,11 +36,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_choice, check_existing_file, check_file
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.linears import refuse_quantized
 from recipes_lib.core.model.vocabulary import stops_of
 from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
+from recipes_lib.edge._files import check_existing_file, check_file
 from recipes_lib.edge._llama import head_width, in_pairs, require_llama
 from recipes_lib.edge._noise import noise_to
 

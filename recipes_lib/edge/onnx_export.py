@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_existing_file, check_file
 from recipes_lib.core.measure.machine import require
 from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
+from recipes_lib.edge._files import check_existing_file, check_file
 from recipes_lib.edge._graph import capture_graph, check_calibration
 from recipes_lib.edge._noise import noise_to
 

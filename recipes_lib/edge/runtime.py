@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from recipes_lib.core.checks import check_existing_file
 from recipes_lib.edge._executorch import executorch_runtime
+from recipes_lib.edge._files import check_existing_file
 from recipes_lib.edge._noise import noise_to
 
 # --- the idea: what a learner can copy ------------------------------------------------------------

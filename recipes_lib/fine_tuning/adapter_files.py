@@ -38,7 +38,7 @@ import torch
 
 from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.model.fingerprint import fingerprint
-from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
+from recipes_lib.core.model.loading import kept_in_fp32
 from recipes_lib.core.model.marks import ADDED_TOKENS, LEARNT_END
 from recipes_lib.core.model.probe import undone_on_error
 from recipes_lib.core.model.vocabulary import grow_vocabulary, stop_at, stops_of

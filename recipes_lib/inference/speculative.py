@@ -65,7 +65,7 @@ from recipes_lib.core.model.decoding import (
     stop_ids,
     token_row,
 )
-from recipes_lib.core.model.linears import layers_with_one_scale
+from recipes_lib.core.model.marks import ONE_SCALE_PER_CALL, marked
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -293,7 +293,8 @@ def row_difference(decoder: CausalDecoder, prompt: Sequence[int] | Tensor) -> fl
 
 def _refuse_one_scale(decoder: CausalDecoder) -> None:
     """Raise ValueError for layers in which a token is rounded as the others of its call demand."""
-    layers = layers_with_one_scale(decoder)
+    modules = decoder.named_modules() if isinstance(decoder, torch.nn.Module) else ()
+    layers = [name for name, module in modules if marked(module, ONE_SCALE_PER_CALL)]
     if layers:
         raise ValueError(
             f'{layers[0]} rounds all tokens of a call by one scale (int8 "dynamic"), so drafts '

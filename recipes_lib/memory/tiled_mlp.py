@@ -37,11 +37,8 @@ from torch.utils.checkpoint import checkpoint
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.model.causal_lm import (
-    EXPERTS,
     ROUTERS,
     decoder_blocks,
-    is_layer_norm,
-    leaf_names,
     norms_of,
     require_causal_lm,
     trunk,
@@ -53,6 +50,8 @@ from recipes_lib.core.model.recomputed_parts import (
     refuse_selective_checkpointing,
     run_recomputed_parts,
 )
+
+EXPERTS = {"experts", "shared_expert", "shared_experts"}  # modules of a mixture of experts
 
 # The fewest tokens of a tile by default. With fewer, the products of a tile take little time beside
 # adding its part to the weights' gradients.
@@ -178,7 +177,8 @@ def _token_wise_modules(model: Any, norms: bool) -> list[nn.Module]:
             raise ValueError(f"{type(block).__name__} holds no MLP as `mlp`")
         # The weights of experts are often one tensor, [experts, D, F].
         has_experts = any(parameter.dim() > 2 for parameter in block.mlp.parameters())
-        if has_experts or leaf_names(block.mlp) & (ROUTERS | EXPERTS):
+        names = {name.rpartition(".")[2] for name, _ in block.mlp.named_modules()}
+        if has_experts or names & (ROUTERS | EXPERTS):
             raise ValueError(
                 f"{type(block.mlp).__name__} is a mixture of experts, whose router's loss is over "
                 f"all tokens: only dense MLPs can be tiled"
@@ -188,6 +188,6 @@ def _token_wise_modules(model: Any, norms: bool) -> list[nn.Module]:
         return modules
     for owner in (trunk(model), *decoder_blocks(model)):
         modules += norms_of(owner)
-    if any(is_layer_norm(module) for module in modules):
+    if any(isinstance(module, nn.LayerNorm) for module in modules):
         raise ValueError("a LayerNorm saves nothing but its input: pass norms=False")
     return modules

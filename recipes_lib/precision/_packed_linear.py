@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.model.linears import refuse_save_pretrained, replace_linears
+from recipes_lib.core.model.linears import replace_linears
 from recipes_lib.core.model.marks import QUANTIZED_BY, mark
 
 
@@ -93,3 +93,20 @@ def with_packed_layers(
     replace_linears(model, lambda _, linear: make(linear), names=names)
     refuse_save_pretrained(model)
     return model.eval().requires_grad_(False)
+
+
+def refuse_save_pretrained(model: Any) -> None:
+    """Let `model.save_pretrained` raise ValueError, where a model has one.
+
+    transformers would write the whole numbers of a quantized layer as if they were its weights, and
+    `from_pretrained` would load them without an error as another model.
+    """
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = _refused
+
+
+def _refused(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "the model is quantized, and from_pretrained would load other weights from its file: save "
+        "the model before it is quantized, and quantize after loading; or keep its state_dict()"
+    )

@@ -29,6 +29,7 @@ Shapes: M rows, K inputs, N outputs of a layer.
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -39,8 +40,8 @@ from torch.nn import functional
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.decoding import require_causal_lm_or_decoder
-from recipes_lib.core.model.kept_in_fp32 import buffers_made_in, kept_in_fp32
 from recipes_lib.core.model.linears import linear_layers, replace_linears
+from recipes_lib.core.model.loading import kept_in_fp32
 from recipes_lib.core.model.probe import proves
 from recipes_lib.precision._converted_weights import converted_product, native_bf16_on_cpu
 
@@ -102,7 +103,7 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
     Each weight is a new one, so the check on a few tokens can give the old ones back.
     """
     stay = kept_in_fp32(model, dtype)
-    made = buffers_made_in(model, dtype)
+    made = _buffers_made_in(model, dtype)
     rounded: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and name not in stay:
@@ -113,6 +114,37 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if ".".join(filter(None, [path, name])) in made:
                 setattr(module, name, buffer.to(dtype))
+
+
+def _buffers_made_in(model: Any, dtype: torch.dtype) -> set[str]:
+    """The names of the buffers that are fp32 in `model`, and that its class makes in `dtype`.
+
+    Inside of peft's or torch.compile's wrapper as well. Empty for what is no Hugging Face model.
+    """
+    inside = _hugging_face_model(model)
+    if inside is None:
+        return set()
+    with torch.device("meta"):
+        made = type(inside)._from_config(copy.deepcopy(inside.config), dtype=dtype)
+    in_16_bits = {name for name, buffer in made.named_buffers() if buffer.dtype is dtype}
+    found = {
+        id(buffer)
+        for name, buffer in inside.named_buffers()
+        if name in in_16_bits and buffer.dtype is torch.float32
+    }
+    # By the names that `model` has for them: a wrapper puts something before each.
+    return {name for name, buffer in model.named_buffers() if id(buffer) in found}
+
+
+def _hugging_face_model(model: torch.nn.Module) -> Any:
+    """`model`, or the one in its wrappers; None if there is none.
+
+    The class is asked: a wrapper passes on what it has not itself, so the object says yes.
+    """
+    for module in model.modules():
+        if hasattr(type(module), "_from_config"):
+            return module
+    return None
 
 
 class SixteenBitLinear(nn.Linear):

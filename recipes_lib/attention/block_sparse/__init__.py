@@ -43,9 +43,10 @@ import torch
 from torch import Tensor
 
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
+from recipes_lib.attention._heads import check_heads, selects_keys
 from recipes_lib.attention.block_sparse.cpu import BlocksOnCPU
-from recipes_lib.core.checks import check_heads, check_whole
-from recipes_lib.core.model.causal_lm import require_causal_lm, selects_keys
+from recipes_lib.core.checks import check_whole
+from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.probe.documents import restart
 from recipes_lib.core.model.sizes import parts_needed

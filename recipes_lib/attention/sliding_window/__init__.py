@@ -42,9 +42,10 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
+from recipes_lib.attention._heads import check_heads, selects_keys
 from recipes_lib.attention.sliding_window.banded import band, banded_attention, block_length
-from recipes_lib.core.checks import check_choice, check_heads, check_whole
-from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, selects_keys
+from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.grouped_heads import without_grouped_heads
 from recipes_lib.core.model.probe import TOKENS, proves
 from recipes_lib.core.model.probe.documents import require_one_document

@@ -19,15 +19,11 @@ from typing import Any
 
 from torch import nn
 
-# Names of modules in a mixture of experts: the router that picks experts, and the experts.
+# Names of modules in a mixture of experts that pick experts.
 ROUTERS = {"gate", "router", "wg", "shared_expert_gate"}
-EXPERTS = {"experts", "shared_expert", "shared_experts"}
 
 # Parts of the names of encoders beside the text, in models that also see or hear.
 OTHER_SENSES = ("vision", "visual", "image", "audio", "speech")
-
-# Settings of indexers, which choose the keys of each query.
-INDEXER_SETTINGS = ("index_topk", "index_topk_blocks", "indexer_budget")
 
 # Parts of the names of kernels in which each token reads all tokens before it.
 FULL_ATTENTIONS = ("eager", "sdpa", "flash", "flex", "fused")
@@ -121,11 +117,6 @@ def norms_of(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.children() if "Norm" in type(child).__name__]
 
 
-def leaf_names(module: nn.Module) -> set[str]:
-    """The last parts of the names of all modules inside: "q_proj" for "self_attn.q_proj"."""
-    return {name.rpartition(".")[2] for name, _ in module.named_modules()}
-
-
 def projection_widths(config: Any) -> tuple[int, int, int]:
     """Output features of the query, of the key and of the feed-forward projection: Q, KV, F.
 
@@ -166,55 +157,3 @@ def longest_text(config: Any) -> int | None:
     if kind == "dynamic" and factor is not None:
         return int(positions * factor)
     return positions
-
-
-def require_full_attention(model: Any, *, way_out: str) -> None:
-    """Raise ValueError if a technique has put its own attention into the model, such as a window.
-
-    It lives in Python, and a file of weights and settings does not hold it.
-    """
-    kernel = without_adapters(model).config.get_text_config()._attn_implementation
-    if not any(part in str(kernel) for part in FULL_ATTENTIONS):
-        raise ValueError(
-            f"the model computes its attention by {kernel!r}, and the file would hold full "
-            f"attention: {way_out}"
-        )
-
-
-def selects_keys(model: Any) -> bool:
-    """Whether each query reads only the keys that an indexer chooses for it (DeepSeek-V3.2).
-
-    The choice comes as a mask in transformers' own attention; another kernel would leave it out.
-    """
-    config = without_adapters(model).config.get_text_config()
-    return any(getattr(config, name, None) is not None for name in INDEXER_SETTINGS)
-
-
-def final_softcap(model: Any) -> float | None:
-    """c, if the model makes its logits c tanh(logits / c) (Gemma 2); None otherwise."""
-    config = without_adapters(model).config.get_text_config()
-    return getattr(config, "final_logit_softcapping", None)
-
-
-def logit_factor(model: Any) -> float:
-    """f, if the model makes its logits f times what its output layer returns; 1 otherwise.
-
-    Cohere and Falcon-H1 multiply by a factor of their configuration, Granite divides by it.
-    """
-    config = without_adapters(model).config.get_text_config()
-    factor = 1.0
-    for name in ("logit_scale", "lm_head_multiplier"):
-        value = getattr(config, name, None)
-        if value is not None:
-            factor *= value
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is None or config.model_type == "minicpm3":  # divides the hidden states by it
-        return factor
-    if config.model_type == "hyperclovax":
-        return factor * scaling
-    return factor / scaling
-
-
-def is_layer_norm(norm: nn.Module) -> bool:
-    """Whether it is a LayerNorm, which saves its input as it is. An RMSNorm saves it in fp32."""
-    return isinstance(norm, nn.LayerNorm)

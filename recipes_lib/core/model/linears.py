@@ -22,7 +22,7 @@ from torch import nn
 
 from recipes_lib.core.model.causal_lm import without_adapters
 from recipes_lib.core.model.decoding import require_causal_lm_or_decoder
-from recipes_lib.core.model.marks import ONE_SCALE_PER_CALL, QUANTIZED_BY, marked
+from recipes_lib.core.model.marks import QUANTIZED_BY, marked
 
 READ_BY_KERNELS = {"x_proj", "dt_proj", "out_proj"}  # of Mamba and its kin
 # By AltUp of Gemma 3n, hashed attention of Reformer, and by routers and indexers, which are asked
@@ -70,14 +70,6 @@ def read_by_the_model(model: nn.Module) -> set[str]:
     return names
 
 
-def require_module(model: Any) -> None:
-    """Raise ValueError for what is no module of PyTorch at all."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"{type(model).__name__} is no model: give a module of PyTorch with its weights loaded"
-        )
-
-
 def output_layer_name(model: nn.Module) -> str | None:
     """The qualified name of the layer that makes logits; None if `model` has none."""
     output = _output_layer(model)
@@ -97,25 +89,10 @@ def _output_layer(model: nn.Module) -> Any:
 def quantized_layers(model: Any) -> dict[str, str]:
     """The layers that are quantized already, and the function that did it, as "apply_int4"."""
     found = {}
-    for name, module in _named_modules(model):
+    for name, module in model.named_modules():
         if marked(module, QUANTIZED_BY):
             found[name] = getattr(module, QUANTIZED_BY)
     return found
-
-
-def layers_with_one_scale(model: Any) -> list[str]:
-    """The layers that round all tokens of a call by one scale, so that these are not independent.
-
-    A decoder that is no module has none.
-    """
-    modules = _named_modules(model)
-    return [name for name, module in modules if marked(module, ONE_SCALE_PER_CALL)]
-
-
-def _named_modules(model: Any) -> Iterable[tuple[str, nn.Module]]:
-    if not isinstance(model, nn.Module):
-        return []
-    return model.named_modules()
 
 
 def refuse_quantized(model: Any, names: Iterable[str] | None = None, *, way_out: str) -> None:
@@ -181,23 +158,6 @@ def replace_linears(
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, new)
     return model
-
-
-def refuse_save_pretrained(model: Any) -> None:
-    """Let `model.save_pretrained` raise ValueError, where a model has one.
-
-    transformers would write the whole numbers of a quantized layer as if they were its weights, and
-    `from_pretrained` would load them without an error as another model.
-    """
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = _refused
-
-
-def _refused(*_: Any, **__: Any) -> None:
-    raise ValueError(
-        "the model is quantized, and from_pretrained would load other weights from its file: save "
-        "the model before it is quantized, and quantize after loading; or keep its state_dict()"
-    )
 
 
 def bytes_per_token(model: nn.Module) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,24 @@ def load_tokenizer(name: str = "smollm2") -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
+    """The names of the parameters of a Hugging Face model that stay in fp32 beside `dtype`.
+
+    A router that is rounded sends tokens to other experts, and some recurrences lose their memory.
+    So many families name such parameters, some for fp16 alone, and `from_pretrained(dtype=…)`
+    leaves them in fp32. What is rounded by hand has to.
+    """
+    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype is torch.float16:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not patterns:
+        return set()
+    # As in transformers: a part of the name, in which a star stands for anything.
+    parts = [re.escape(pattern).replace(r"\*", ".*") for pattern in sorted(patterns)]
+    named = re.compile("|".join(parts))
+    return {name for name, _ in model.named_parameters() if named.search(name)}
 
 
 def _how_to_fetch(where: str) -> dict[str, Any]:

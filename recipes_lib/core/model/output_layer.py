@@ -24,7 +24,7 @@ from torch import nn
 
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.measure import dry
-from recipes_lib.core.model.causal_lm import final_softcap, logit_factor, without_adapters
+from recipes_lib.core.model.causal_lm import without_adapters
 
 
 class OutputLayer(NamedTuple):
@@ -46,6 +46,31 @@ def output_layer_of(causal: Any) -> OutputLayer:
     if bias is not None and factor != 1:
         bias = bias * factor
     return OutputLayer(head.weight, bias, final_softcap(causal))
+
+
+def final_softcap(model: Any) -> float | None:
+    """c, if the model makes its logits c tanh(logits / c) (Gemma 2); None otherwise."""
+    config = without_adapters(model).config.get_text_config()
+    return getattr(config, "final_logit_softcapping", None)
+
+
+def logit_factor(model: Any) -> float:
+    """f, if the model makes its logits f times what its output layer returns; 1 otherwise.
+
+    Cohere and Falcon-H1 multiply by a factor of their configuration, Granite divides by it.
+    """
+    config = without_adapters(model).config.get_text_config()
+    factor = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):
+        value = getattr(config, name, None)
+        if value is not None:
+            factor *= value
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None or config.model_type == "minicpm3":  # divides the hidden states by it
+        return factor
+    if config.model_type == "hyperclovax":
+        return factor * scaling
+    return factor / scaling
 
 
 def at_least_fp32(logits: torch.Tensor) -> torch.Tensor:

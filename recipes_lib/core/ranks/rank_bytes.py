@@ -81,7 +81,7 @@ def rank_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def _new_bytes(values: Iterable[Any], seen: Seen) -> int:
-    """Bytes of the tensors that have not been seen before; a DTensor is made of this rank's part."""
+    """Bytes of the tensors that have not been seen before; of a DTensor, of this rank's part."""
     total = 0
     for value in values:
         for tensor in plain_tensors(value):
@@ -100,10 +100,10 @@ def _bucket_bytes(model: nn.Module) -> int:
         return 0
     total = 0
     for name, parameter in model.module.named_parameters():
-        if parameter.requires_grad and name not in model.parameters_to_ignore:
-            # As a view of its bucket, a gradient that exists has been counted already.
-            if parameter.grad is None or not model.gradient_as_bucket_view:
-                total += tensor_bytes(parameter)
+        averaged = parameter.requires_grad and name not in model.parameters_to_ignore
+        # As a view of its bucket, a gradient that exists has been counted already.
+        if averaged and (parameter.grad is None or not model.gradient_as_bucket_view):
+            total += tensor_bytes(parameter)
     return total
 
 

@@ -118,9 +118,9 @@ class _Counter(TorchDispatchMode):
         group = _group_of(given)
         sizes = [size for size in map(_bytes_of, given.values()) if size > 0]
         if kind in OF_PARTS:
-            whole = min(sizes) * group.size()
+            whole = min(sizes, default=0) * group.size()
         else:
-            whole = max(sizes)
+            whole = max(sizes, default=0)
         sent = ring_bytes(kind, whole, group.size())
         if kind == "all_to_all":
             tensors = given.get("input", given.get("input_tensors"))

@@ -46,12 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import (
-    check_choice,
-    check_existing_file,
-    check_file,
-    check_whole,
-)
+from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
@@ -68,6 +63,7 @@ from recipes_lib.edge._exported_file import (
     require_delegated,
     whole_or_none,
 )
+from recipes_lib.edge._files import check_existing_file, check_file
 from recipes_lib.edge._llama import require_llama
 from recipes_lib.edge._noise import noise_to
 from recipes_lib.edge.language_model.runtime import PteLanguageModel

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_folder, check_whole
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import GIB, machine, seed_everything
@@ -275,7 +275,8 @@ def check_output(
         inputs: paths of what is read; None and "" are none.
         longer: the run may go on behind the end of a finished one, whose result it replaces.
     """
-    check_folder(output_dir=folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir={str(folder)!r} is a file: give the name of a folder")
     if result.exists() and not longer:
         _refuse_finished(result)
     read = {Path(path).resolve() for path in inputs if path}
