@@ -51,7 +51,7 @@ from recipes_lib.parallel._sharding import (
     sharding_options,
 )
 from recipes_lib.parallel.quantized_shards.ends import cut_ends, ends_can_be_cut
-from recipes_lib.parallel.quantized_shards.layer import PackedLinear, packed
+from recipes_lib.parallel.quantized_shards.layer import pack_layers
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -132,26 +132,4 @@ def apply_quantized_shards(
     else:
         shard_ends(model, reshard_after_forward=True, **options)
     fully_shard(model, ignored_params=left_out, **options)
-    return model
-
-
-def pack_layers(model: Any) -> Any:
-    """Make parameters of the codes and scales of all 4-bit layers, in place. Returns `model`.
-
-    Raises ValueError, before anything changes, for a layer that cannot be packed, and if there is
-    none in 4 bits.
-    """
-    layers = {}
-    already = False
-    for name, module in model.named_modules():
-        already = already or isinstance(module, PackedLinear)
-        if type(module).__name__ == "Linear4bit" and hasattr(module, "compute_dtype"):
-            layers[name] = packed(name, module)
-    if not layers and not already:
-        raise ValueError(
-            "this model has no layer in 4 bits: give the model that apply_qlora returned, or use "
-            "apply_fully_sharded"
-        )
-    for name, layer in layers.items():
-        model.set_submodule(name, layer)
     return model

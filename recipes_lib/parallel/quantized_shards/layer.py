@@ -129,6 +129,28 @@ class _Product(torch.autograd.Function):
 # --- how a layer gets packed ----------------------------------------------------------------------
 
 
+def pack_layers(model: Any) -> Any:
+    """Make parameters of the codes and scales of all 4-bit layers, in place. Returns `model`.
+
+    Raises ValueError, before anything changes, for a layer that cannot be packed, and if there is
+    none in 4 bits.
+    """
+    layers = {}
+    already = False
+    for name, module in model.named_modules():
+        already = already or isinstance(module, PackedLinear)
+        if type(module).__name__ == "Linear4bit" and hasattr(module, "compute_dtype"):
+            layers[name] = packed(name, module)
+    if not layers and not already:
+        raise ValueError(
+            "this model has no layer in 4 bits: give the model that apply_qlora returned, or use "
+            "apply_fully_sharded"
+        )
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+    return model
+
+
 def packed(name: str, layer: Any) -> PackedLinear:
     """The codes and scales of bitsandbytes' `Linear4bit` as a `PackedLinear`, without a copy.
 
