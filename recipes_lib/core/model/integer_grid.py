@@ -20,7 +20,6 @@ O outputs, I inputs, G = I / group groups of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -115,32 +114,11 @@ def check_bits(**given: int) -> None:
     check_whole(least=2, most=8, **given)
 
 
-def check_group_divides(
-    width: int,
-    group: int,
-    name: str = "the weight",
-    *,
-    all_widths: Iterable[int] = (),
-    unit: int = 1,
-    otherwise: str = "group=None",
-) -> None:
-    """Raise ValueError unless `group` divides `width`, with a group that does.
-
-    Args:
-        all_widths: of the other layers that have this group: the one in the message divides them
-            as well, so that it is not refused for the next layer.
-        unit: the groups that are allowed are multiples of it.
-        otherwise: what to give where no such group is left.
-    """
+def check_group_divides(width: int, group: int, name: str = "the weight") -> None:
+    """Raise ValueError unless `group` divides `width`."""
     check_whole(group=group)
-    if width % group == 0:
-        return
-    common = math.gcd(width, *all_widths)
-    sizes = [size for size in (128, 64, 32, 16, 8) if size < group] + [common]
-    fitting = [size for size in sizes if common % size == 0 and size % unit == 0 and size > 1]
-    advice = otherwise
-    if fitting:
-        advice = f"group={fitting[0]}"
-    raise ValueError(
-        f"{name} has {width} inputs, which group={group} does not divide: give {advice}"
-    )
+    if width % group != 0:
+        raise ValueError(
+            f"{name} has {width} inputs, which group={group} does not divide: give one that does, "
+            f"such as group={math.gcd(width, group)}"
+        )

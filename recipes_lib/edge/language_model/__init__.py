@@ -287,14 +287,7 @@ def _check_groups(model: Any, widths: Widths) -> None:
     if in_groups and widths.group % GROUP_UNIT != 0:
         raise ValueError(f"group={widths.group}: XNNPACK's kernels take multiples of {GROUP_UNIT}")
     for name, weight in in_groups.items():
-        check_group_divides(
-            weight.shape[1],
-            widths.group,
-            name,
-            all_widths=[each.shape[1] for each in in_groups.values()],
-            unit=GROUP_UNIT,
-            otherwise="weight_bits=8 and output_bits=8, which need no groups",
-        )
+        check_group_divides(weight.shape[1], widths.group, name)
         _check_not_rounded(weight, name, widths.group)
 
 
