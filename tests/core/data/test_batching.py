@@ -21,6 +21,7 @@ def test_collate_and_batches():
     [
         ({"position_ids": [0, 0]}, "row 0 is packed, and its documents would read each other"),
         ({"attention_mask": [0, 1]}, "row 0 is padded .* read as text"),
+        ({"attention_mask": [1, 0]}, "row 0 is padded"),  # and its padding has a label
         ({"labels": [1, 2, 3]}, "row 0 has 2 tokens and 3 labels"),
     ],
 )
@@ -29,12 +30,6 @@ def test_what_a_row_says_of_itself_is_not_dropped(odd, message):
     row = {"input_ids": [1, 2], "labels": [1, 2], **odd}
     with pytest.raises(ValueError, match=message):
         collate([row], pad_token_id=0)
-
-
-def test_padding_that_nobody_reads_is_no_reason_to_refuse():
-    """Behind the text and without labels, as `tokenizer(padding="max_length")` gives it."""
-    row = {"input_ids": [1, 2, 0], "labels": [1, 2, -100], "attention_mask": [1, 1, 0]}
-    assert collate([row], pad_token_id=0)["labels"].tolist() == [[1, 2, -100]]
-    row["labels"] = [1, 2, 0]
-    with pytest.raises(ValueError, match="row 0 is padded"):
-        collate([row], pad_token_id=0)
+    # Padding behind the text and without labels, as `tokenizer(padding="max_length")` gives it.
+    padded = {"input_ids": [1, 2, 0], "labels": [1, 2, -100], "attention_mask": [1, 1, 0]}
+    assert collate([padded], pad_token_id=0)["labels"].tolist() == [[1, 2, -100]]

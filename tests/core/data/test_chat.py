@@ -1,8 +1,6 @@
 # ruff: noqa: E501  (templates are quoted as they are)
 """Tokens and labels of pairs and conversations, as the template of each family writes them."""
 
-import re
-
 import pytest
 
 from recipes_lib.core.data.chat import IGNORED, decode_with_mask, tokenize_chat, tokenize_pair
@@ -25,18 +23,6 @@ def test_loss_is_on_the_answer_only(tokenizer):
     )
 
 
-def test_decode_with_mask_shows_every_border(tokenizer):
-    (row,) = tokenize_chat(tokenizer, turns("1 + 1?", "Two.", "2 + 2?", "Four."))
-    shown = decode_with_mask(row, tokenizer)
-    assert re.sub(r"⟦.*?⟧", "|", shown, flags=re.S) == "|Two.<|im_end|>|Four.<|im_end|>"
-    assert "2 + 2?" in shown
-
-
-def test_tokenizer_without_template(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    assert decode_with_mask(tokenize_pair(tokenizer, "a", "b"), tokenizer) == "⟦a\n\n⟧b<|im_end|>"
-
-
 # --- chat templates -------------------------------------------------------------------------------
 
 # The real ones, less tools and pictures. Their marks are ordinary text to this tokenizer.
@@ -53,27 +39,14 @@ TEMPLATES = {
         "{% if m.role == 'assistant' and loop.index0 > ns.question %}"
         "<think>\n{{ parts[0].split('<think>')[-1].strip() if parts[1:] else '' }}\n</think>\n\n{% endif %}"
         "{{ parts[-1].lstrip('\n') }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n"
-        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-    ),
-    "Llama 3": (
-        "{% for m in messages %}{{ '<|begin_of_text|>' if loop.first }}<|start_header_id|>{{ m.role }}"
-        "<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
-        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "Mistral": (
         "<s>{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] "
         "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
         "{{ m.content }}[/INST]{% else %} {{ m.content | trim }}</s>{% endif %}{% endfor %}"
     ),
-    "Gemma": (
-        "<bos>{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-    ),
 }
-TEMPLATES["Qwen3, not thinking"] = "{% set enable_thinking = false %}" + TEMPLATES["Qwen3"]
 
 
 def turns(*contents):
@@ -101,23 +74,7 @@ def learnt(row, tokenizer):
             "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n",
             "<think>\n\n</think>\n\nFour.<|im_end|>",
         ),
-        (
-            "Qwen3, not thinking",
-            "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-            "Four.<|im_end|>",
-        ),
-        (
-            "Llama 3",
-            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n2 + 2?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            "Four.<|eot_id|>",
-        ),
         ("Mistral", "<s>[INST] 2 + 2?[/INST]", " Four.</s>"),
-        (
-            "Gemma",
-            "<bos><start_of_turn>user\n2 + 2?<end_of_turn>\n<start_of_turn>model\n",
-            "Four.<end_of_turn>",
-        ),
     ],
 )
 def test_template_of_each_family(tokenizer, monkeypatch, family, prompt, answer):
@@ -134,16 +91,9 @@ def test_template_of_each_family(tokenizer, monkeypatch, family, prompt, answer)
     assert row["input_ids"][: len(asked)] == asked
 
 
-@pytest.mark.parametrize(
-    ("family", "end"),
-    [
-        ("Qwen2.5", "<|im_end|>"),
-        ("Llama 3", "<|eot_id|>"),
-        ("Mistral", "</s>"),
-        ("Gemma", "<end_of_turn>"),
-    ],
-)
-def test_conversation_of_each_family_is_one_row(tokenizer, monkeypatch, family, end):
+@pytest.mark.parametrize(("family", "end"), [("Qwen2.5", "<|im_end|>"), ("Mistral", "</s>")])
+def test_a_conversation_is_one_row(tokenizer, monkeypatch, family, end):
+    """The mistake: an answer that is not learnt, or learnt with the question behind it."""
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[family])
     chat, space = turns("2 + 2?", "Four.", "And 3 + 3?", "Six."), " " * (family == "Mistral")
     (row,) = tokenize_chat(tokenizer, chat)
@@ -152,38 +102,27 @@ def test_conversation_of_each_family_is_one_row(tokenizer, monkeypatch, family, 
     assert tokenizer.decode(row["input_ids"]) == whole
 
 
-@pytest.mark.parametrize(
-    ("think", "shown"), [("<think>Two and two.</think>", "Two and two."), ("", "")]
-)
-def test_qwen3_learns_each_answer_after_the_history_that_it_will_see(
-    tokenizer, monkeypatch, think, shown
-):
-    """Thinking, even the empty one, is dropped from earlier answers: a row for each."""
+def test_qwen3_learns_each_answer_after_the_history_that_it_will_see(tokenizer, monkeypatch):
+    """Thinking is dropped from earlier answers: a row for each."""
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES["Qwen3"])
+    think = "<think>Two and two.</think>"
     chat = turns("2 + 2?", f"{think}Four.", "And 3 + 3?", f"{think}Six.")
     first, second = tokenize_chat(tokenizer, chat)
-    assert learnt(first, tokenizer) == f"<think>\n{shown}\n</think>\n\nFour.<|im_end|>"
+    thought = "<think>\nTwo and two.\n</think>\n\n"
+    assert learnt(first, tokenizer) == f"{thought}Four.<|im_end|>"
     history = (
         "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
         "<|im_start|>user\nAnd 3 + 3?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert (
-        decode_with_mask(second, tokenizer)
-        == f"⟦{history}⟧<think>\n{shown}\n</think>\n\nSix.<|im_end|>"
-    )
+    assert decode_with_mask(second, tokenizer) == f"⟦{history}⟧{thought}Six.<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("family", "error"),
-    [("Gemma", "System role not supported"), ("Mistral", "rewrites the question")],
-)
-def test_system_prompts_that_a_template_refuses_or_drops(tokenizer, monkeypatch, family, error):
+def test_a_system_prompt_that_a_template_moves_is_refused(tokenizer, monkeypatch):
     """Mistral puts it before the last question, as long as that is not answered."""
-    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES[family])
-    with pytest.raises(Exception, match=error):
-        tokenize_chat(
-            tokenizer, [{"role": "system", "content": "Be brief."}, *turns("2 + 2?", "Four.")]
-        )
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES["Mistral"])
+    chat = [{"role": "system", "content": "Be brief."}, *turns("2 + 2?", "Four.")]
+    with pytest.raises(ValueError, match="rewrites the question"):
+        tokenize_chat(tokenizer, chat)
 
 
 def test_a_conversation_begins_with_a_question(tokenizer):

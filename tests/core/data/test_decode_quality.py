@@ -23,10 +23,9 @@ def quality_by_hand(model):
     return math.exp(torch.cat(losses).mean()), torch.cat(predictions)
 
 
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-qwen3"])
-def test_quality_of_a_model_and_of_its_decoder(family):
+def test_quality_of_a_model_and_of_its_decoder():
     """The mistake: a mean of means, which would weigh the short document more."""
-    model = model_of_shape(family, device="cpu")
+    model = model_of_shape("tiny-qwen3", device="cpu")
     perplexity, predictions = quality_by_hand(model)
     decoder = apply_decode_loop(model)
     found = [decode_quality(model.train(), DOCUMENTS), decode_quality(decoder, DOCUMENTS)]

@@ -1,6 +1,5 @@
 """What a model does on rows that it did not train on: losses, perplexity and answers."""
 
-import copy
 import math
 
 import pytest
@@ -12,14 +11,11 @@ from recipes_lib.core.data.chat import IGNORED, tokenize_pair
 from recipes_lib.core.data.evaluation import (
     evaluate,
     generate_answers,
-    perplexity,
     row_losses,
     text_windows,
 )
-from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
+from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
-from tests.conftest import make_batch
 
 PROMPTS = ["Hi", "def add(a, b):\n    return a + b", "What is the capital of France?", "1 2 3 4"]
 
@@ -60,58 +56,25 @@ def sharpen(model):
 # --- losses -------------------------------------------------------------------------------------
 
 
-def test_evaluate_is_the_mean_over_tokens(llama):
-    """Rows of unequal lengths in batches of unequal size, without a mask: the loss of all targets
-    at once, masked.
-    """
-    batch = make_batch(5)
-    rows = []
-    for ids, labels, mask in zip(
-        batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True
-    ):
-        rows.append(
-            {"input_ids": ids[mask.bool()].tolist(), "labels": labels[mask.bool()].tolist()}
-        )
-    with torch.no_grad():
-        expected = llama(**batch).loss.item()
-    assert evaluate(llama, rows, pad_token_id=0, batch_size=2) == pytest.approx(expected, rel=1e-5)
-    # A batch without a target has a loss of NaN, and nothing to say about the others.
-    silent = {"input_ids": [1, 2], "labels": [IGNORED, IGNORED]}
-    mean = evaluate(llama, [silent, silent, *rows], pad_token_id=0, batch_size=2)
-    assert mean == pytest.approx(expected, rel=1e-5)
-    assert llama.training
-
-
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma2"])
-def test_rows_one_at_a_time_and_the_mean_of_evaluate(family):
-    """In batches sorted by length, each row has its own loss, at its own place."""
-    model = sharpen(model_of_shape(family, device="cpu"))
-    model.lm_head.weight.data *= 30  # logits that reach Gemma 2's soft cap
+def test_each_row_has_its_own_loss_and_evaluate_is_their_mean(monkeypatch):
+    """The mistakes: a mean of means, places mixed up by sorting, a soft cap that is left out."""
+    model = sharpen(model_of_shape("tiny-gemma2", device="cpu"))
+    model.lm_head.weight.data *= 30  # logits that reach the soft cap
     rows = make_rows()
     losses, targets = row_losses(model, rows, pad_token_id=0, batch_size=3)
     for row, loss, count in zip(rows, losses, targets, strict=True):
         out = model(**{name: torch.tensor([values]) for name, values in row.items()})
         assert count == len(row["labels"]) - 4
         assert loss.item() == pytest.approx(out.loss.item() * count.item(), rel=1e-4)
-    mean = (losses.sum() / targets.sum()).item()
-    assert mean == pytest.approx(evaluate(model, rows, pad_token_id=0), rel=1e-5)
-    assert losses.dtype == targets.dtype == torch.float64
-    if model.config.model_type == "gemma2":
-        assert 15 < out.logits.abs().max() <= model.config.final_logit_softcapping
-
-
-def test_bf16_adapters_and_models_that_ignore_logits_to_keep(llama, monkeypatch):
-    rows = make_rows()
-    expected, targets = row_losses(llama, rows, pad_token_id=0)
-    half, _ = row_losses(copy.deepcopy(llama).bfloat16(), rows, pad_token_id=0)
-    assert half.sum().item() == pytest.approx(expected.sum().item(), rel=1e-2)
-    forward = llama.forward
-    monkeypatch.setattr(llama, "forward", lambda logits_to_keep=0, **inputs: forward(**inputs))
-    ignored, _ = row_losses(llama, rows, pad_token_id=0)
-    torch.testing.assert_close(ignored, expected)
-    monkeypatch.undo()
-    adapted, _ = row_losses(apply_lora(llama, rank=2), rows, pad_token_id=0)
-    torch.testing.assert_close(adapted, expected)
+    assert 15 < out.logits.abs().max() <= model.config.final_logit_softcapping
+    silent = {"input_ids": [1, 2], "labels": [IGNORED, IGNORED]}
+    mean = evaluate(model, [silent, *rows], pad_token_id=0, batch_size=2)
+    assert mean == pytest.approx((losses.sum() / targets.sum()).item(), rel=1e-5)
+    # A model may ignore `logits_to_keep` and return all logits.
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda logits_to_keep=0, **inputs: forward(**inputs))
+    ignored, _ = row_losses(model, rows, pad_token_id=0)
+    torch.testing.assert_close(ignored, losses)
 
 
 def test_no_dropout_no_gradients_and_every_mode_as_it_was(llama):
@@ -122,32 +85,12 @@ def test_no_dropout_no_gradients_and_every_mode_as_it_was(llama):
         lambda module, *_: during.add((module.training, torch.is_grad_enabled()))
     )
     evaluate(llama, make_rows(), pad_token_id=0)
-    row_losses(llama, make_rows(), pad_token_id=0)
     generate_answers(llama, ascii_tokenizer(), ["a"], max_new_tokens=1)
     with pytest.raises(IndexError):  # a token that the model does not have
         row_losses(llama, [{"input_ids": [1, 500], "labels": [1, 500]}], pad_token_id=0)
     assert during == {(False, False)}
     assert [module.training for module in llama.modules()] == modes
     assert torch.is_grad_enabled()
-
-
-def test_long_prompts_do_not_pay_for_the_vocabulary():
-    config = transformers.LlamaConfig(
-        vocab_size=8192,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    rows = make_rows(8, prompt=24)
-    peaks = []
-    for measured in (evaluate, row_losses):
-        with PeakMemory() as memory:
-            measured(model, rows, pad_token_id=0)
-        peaks.append(memory.peak - memory.current)
-    assert peaks[1] < 0.3 * peaks[0]
 
 
 # --- running text -------------------------------------------------------------------------------
@@ -161,18 +104,8 @@ def test_windows_are_even_and_do_not_overlap():
     assert all(row["labels"] == row["input_ids"] for row in rows)
     with_bos = text_windows(ascii_tokenizer(bos=True), text=text, context=40, windows=5)
     assert [row["input_ids"] for row in with_bos] == [[127, *row["input_ids"][:39]] for row in rows]
-
-
-def test_perplexity(llama):
-    options = {"text": "The quick brown fox jumps over the lazy dog. " * 20}
-    options |= {"context": 32, "windows": 4}
-    tokenizer = ascii_tokenizer()
-    rows = text_windows(tokenizer, **options)
-    expected = math.exp(evaluate(llama, rows, pad_token_id=0))
-    assert perplexity(llama, tokenizer, **options) == pytest.approx(expected, rel=1e-4)
-    # A model that knows nothing: every one of the 128 tokens is as likely.
-    llama.get_output_embeddings().weight.data.zero_()
-    assert perplexity(llama, tokenizer, **options) == pytest.approx(128, rel=1e-4)
+    with pytest.raises(ValueError, match="give more text"):  # it would be another perplexity
+        text_windows(ascii_tokenizer(), text=text, context=40, windows=500)
 
 
 # --- answers ------------------------------------------------------------------------------------
@@ -196,10 +129,9 @@ def plain_answers(model, tokenizer, **options):
     return [plain_answer(model, tokenizer, f"{prompt}\n\n", **options) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gpt2"])
-def test_answers_in_batches_equal_plain_greedy_search(family):
+def test_answers_in_batches_equal_plain_greedy_search():
     """GPT-2 has a position for each place: the padding on the left must not take any."""
-    model = sharpen(model_of_shape(family, device="cpu"))
+    model = sharpen(model_of_shape("tiny-gpt2", device="cpu"))
     tokenizer = ascii_tokenizer()
     expected = plain_answers(model, tokenizer, steps=6)
     assert len(set(expected)) == len(PROMPTS)
@@ -242,21 +174,6 @@ def test_prompts_are_questions_or_rows_with_and_without_a_template(llama):
     assert answers[1] == expected != answers[0]
 
 
-def test_a_real_model_answers_as_one_at_a_time():
-    """With its own template and end mark, and with questions of unequal length in one batch."""
-    model = load_model(device="cpu")
-    tokenizer = load_tokenizer()
-    questions = [PROMPTS[0], PROMPTS[2]]
-    expected = []
-    for question in questions:
-        chat = [{"role": "user", "content": question}]
-        asked = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        eos = tokenizer.eos_token_id
-        expected.append(plain_answer(model.eval(), tokenizer, asked, steps=7, eos=eos))
-    assert generate_answers(model, tokenizer, questions, max_new_tokens=7) == expected
-    assert "Paris" in expected[1]
-
-
 # --- bad input ----------------------------------------------------------------------------------
 
 
@@ -267,17 +184,11 @@ def test_rows_that_cannot_be_evaluated(llama):
     first_only = {"input_ids": [1, 2], "labels": [1, IGNORED]}  # nothing predicts a first token
     with pytest.raises(ValueError, match=r"rows \[3\] have no target"):
         row_losses(llama, [*rows, first_only], pad_token_id=0)
-    with pytest.raises(ValueError, match="none of the 1 rows has a target"):
+    with pytest.raises(ValueError, match="no row has a target"):
         evaluate(llama, [first_only], pad_token_id=0)
     llama.lm_head.weight.data.fill_(math.nan)
     with pytest.raises(ValueError, match="diverged"):
         row_losses(llama, rows, pad_token_id=0)
-
-
-def test_text_that_is_too_short(llama):
-    """Windows of fewer tokens, or none, would be another perplexity."""
-    with pytest.raises(ValueError, match="give more text"):
-        perplexity(llama, ascii_tokenizer(), text="text " * 100, context=32, windows=500)
 
 
 def test_prompts_that_do_not_do(llama):

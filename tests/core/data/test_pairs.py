@@ -22,29 +22,18 @@ def test_instructions(tokenizer):
     assert "docstring of this Python function" in decode_with_mask(data[0], tokenizer)
 
 
+PAIR = {"prompt": "a", "completion": "b"}
+
+
 def test_own_pairs_and_files(tokenizer, tmp_path):
-    pairs = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": " "}]
-    assert (
-        len(load_instructions(tokenizer, dataset=pairs)) == 1
-    )  # the one without an answer is left out
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("\n".join(map(json.dumps, pairs)))
-    assert len(load_instructions(tokenizer, dataset=str(file))) == 1
-    for source in (pairs, str(file)):  # the same rows would be trained on and held out
+    """The mistakes: the same rows are trained on and held out; nothing is left of a data set."""
+    pairs = [PAIR, {"prompt": "long " * 9, "completion": "b"}]
+    for source in (pairs, write(tmp_path, *pairs)):
+        assert len(load_instructions(tokenizer, max_tokens=40, dataset=source)) == 1
         with pytest.raises(ValueError, match="have no splits"):
             load_instructions(tokenizer, split="validation", dataset=source)
-
-
-def turns(*contents):
-    """A conversation: question, answer, question, …"""
-    return [
-        {"role": ("user", "assistant")[i % 2], "content": content}
-        for i, content in enumerate(contents)
-    ]
-
-
-PAIR = {"prompt": "a", "completion": "b"}
-CHAT = {"messages": turns("q", "r")}
+        with pytest.raises(ValueError, match="no pair is left"):
+            load_instructions(tokenizer, max_tokens=5, dataset=source)
 
 
 def write(folder, *lines):
@@ -53,11 +42,6 @@ def write(folder, *lines):
         "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     )
     return str(path)
-
-
-@pytest.mark.parametrize("rows", [[PAIR, PAIR], [CHAT, CHAT], [PAIR, CHAT, PAIR], [CHAT, PAIR]])
-def test_a_file_holds_pairs_or_conversations_or_both(tmp_path, rows):
-    assert list(load_pairs(dataset=write(tmp_path, *rows, ""))) == rows
 
 
 @pytest.mark.parametrize("line", ["{not json", {"prompt": "x"}], ids=str)
@@ -87,10 +71,3 @@ def test_what_the_hub_does_not_give_is_one_sentence(tokenizer, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(ValueError, match=r"cannot load split 'train' .*no nobody/none here"):
         load_instructions(tokenizer, dataset="nobody/none")
-
-
-def test_nothing_to_learn(tokenizer):
-    """A data set of which nothing is left would end in an error of the loader."""
-    long = {"prompt": "long " * 9, "completion": "b"}
-    with pytest.raises(ValueError, match="no pair is left"):
-        load_instructions(tokenizer, max_tokens=5, limit=3, dataset=[long])

@@ -61,7 +61,6 @@ THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour."
 @pytest.mark.parametrize(
     "turn",
     [
-        answer(THOUGHT),
         answer(THOUGHT.removeprefix("<think>\n")),  # as it was generated
         answer("Four.", reasoning_content="Two and two."),
     ],
@@ -83,12 +82,6 @@ def test_an_answer_without_thinking_is_learnt_as_the_template_writes_it(tokenize
     assert decode_with_mask(row, tokenizer).endswith("<｜Assistant｜>⟧Four.<｜end｜>")
 
 
-def test_lost_thinking_is_named(tokenizer):
-    tokenizer.chat_template = R1.replace("<think>\n{% endif %}", "{% endif %}")
-    with pytest.raises(ValueError, match=r'leaves out a part of turn 1 .*"Two and two."'):
-        tokenize_chat(tokenizer, [user("2 + 2?"), answer(THOUGHT)])
-
-
 # --- turns ----------------------------------------------------------------------------------------
 
 
@@ -105,18 +98,11 @@ def test_a_turn_of_the_user_can_be_learnt(tokenizer):
     assert learnt(row, tokenizer) == "a?<|im_end|>b<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ("{% for m in messages if m.role != 'system' %}", "leaves out a part of turn 0"),
-        ("{% for m in messages | reverse %}", "leaves out a part|rewrites the question"),
-    ],
-)
-def test_each_turn_stands_in_the_text_and_in_order(tokenizer, change, error):
-    """The mistake: a template that drops a turn is believed."""
-    tokenizer.chat_template = change + "[{{ m.role }}] {{ m.content }}</s>{% endfor %}"
+def test_a_template_that_drops_a_turn_is_not_believed(tokenizer):
+    without_system = "{% for m in messages if m.role != 'system' %}"
+    tokenizer.chat_template = without_system + "[{{ m.role }}] {{ m.content }}</s>{% endfor %}"
     chat = [{"role": "system", "content": "Be brief."}, user("2 + 2?"), answer("Four.")]
-    with pytest.raises(ValueError, match=error):
+    with pytest.raises(ValueError, match="leaves out a part of turn 0"):
         tokenize_chat(tokenizer, chat)
 
 
@@ -127,7 +113,7 @@ def call(town="Oslo"):
     return answer(None, tool_calls=[{"function": {"name": "weather", "arguments": {"town": town}}}])
 
 
-@pytest.mark.parametrize("template", [LLAMA, AS_TEXT, CHATML])
+@pytest.mark.parametrize("template", [AS_TEXT, CHATML])
 def test_tools_and_their_calls_are_written_by_a_template_that_knows_them(tokenizer, template):
     """The mistake: arguments as Python prints them, or quoted twice."""
     tokenizer.chat_template = template

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.decoding import (
     KeyValueCache,
     greedy,
     is_decoder,
     require_causal_lm_or_decoder,
+    stop_ids,
+    token_row,
 )
 
 
@@ -46,14 +47,13 @@ def test_no_room():
         cache.reserve(4)
 
 
-@pytest.mark.parametrize("length", [-1, 3, 1.5])
-def test_truncate_only_forgets(length):
+def test_truncate_only_forgets():
     """A longer length would show tokens that nobody has written."""
     cache = cache_of()
     cache.append(0, tokens_of(2), tokens_of(2))
     cache.advance(2)
     with pytest.raises(ValueError, match="from 0 to 2"):
-        cache.truncate(length)
+        cache.truncate(3)
     cache.truncate(1)
     assert cache.length == 1
 
@@ -79,6 +79,38 @@ def test_positions_and_mask_with_padding_on_the_left():
     assert cache.mask(1)[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
 
 
+# --- token ids ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [[3, 1], torch.tensor([[3, 1]]).int()])
+def test_one_row_in_any_form(tokens):
+    """The mistake: a list becomes a column, or ids stay in 32 bits."""
+    row = token_row(tokens, vocabulary=4)
+    assert row.tolist() == [[3, 1]] and row.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([[1, 2], [3, 1]], r"prompt has the shape \[2, 2\]: give token ids of one row"),
+        ([], "token ids of one row, 1 or more"),
+        ([1.5, 2], "the whole ones from 0 to 3"),
+        ([1, 4], "holds numbers from 1 to 4, and the model knows the whole ones from 0 to 3"),
+    ],
+)
+def test_what_is_no_row_of_ids(tokens, message):
+    """The mistake: an index error deep inside, or floats that are cut off without a word."""
+    with pytest.raises(ValueError, match=message):
+        token_row(tokens, vocabulary=4)
+
+
+def test_what_ends_a_text():
+    """The mistake: {tokenizer.eos_token_id} holds None, and the text never ends."""
+    assert stop_ids(torch.tensor([2, 3])) == {2, 3}
+    with pytest.raises(TypeError):
+        stop_ids({None})
+
+
 # --- the greedy loop ------------------------------------------------------------------------------
 
 
@@ -101,10 +133,9 @@ class Counting:
         return torch.nn.functional.one_hot(tokens[:, -1:] + 1, 10).float()
 
 
-@pytest.mark.parametrize("prompt", [[3, 1], torch.tensor([3, 1]), torch.tensor([[3, 1]])])
-def test_each_token_is_read_once(prompt):
+def test_each_token_is_read_once():
     decoder = Counting()
-    assert greedy(decoder, prompt, new_tokens=4) == [2, 3, 4, 5]
+    assert greedy(decoder, [3, 1], new_tokens=4) == [2, 3, 4, 5]
     assert decoder.given == [[3, 1], [2], [3], [4]]
     assert decoder.capacity == 6
 
@@ -119,10 +150,5 @@ def test_models_and_decoders(llama):
     require_causal_lm_or_decoder(llama)
     with pytest.raises(ValueError, match="give a decoder-only model"):
         require_causal_lm_or_decoder(torch.nn.Linear(2, 2))
-
-
-def test_a_model_that_is_no_decoder_is_told_the_way():
-    """The mistake: an AttributeError about a method that the reader has never heard of."""
-    model = model_of_shape("tiny-llama", device="cpu")
     with pytest.raises(ValueError, match=r"give what apply_decode_loop\(model\) returns"):
-        greedy(model, [1, 2], new_tokens=3)
+        greedy(llama, [1, 2], new_tokens=3)
