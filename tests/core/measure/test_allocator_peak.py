@@ -1,6 +1,3 @@
-import gc
-import weakref
-
 import pytest
 import torch
 
@@ -53,15 +50,3 @@ def test_another_profiler_is_not_ended():
     assert "aten::sum" in {event.key for event in users.key_averages()}
     with AllocatorPeak():
         pass
-
-
-def test_tensors_do_not_keep_the_account():
-    """It holds every change of its step. A model lives through many accounts."""
-    kept = mebibytes(1)
-    with AllocatorPeak() as memory:
-        mebibytes(1)
-    account = weakref.ref(memory)
-    del memory
-    gc.collect()
-    assert account() is None
-    assert kept.numel() == MIB

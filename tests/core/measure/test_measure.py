@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor, Shard
 from recipes_lib.core.measure import PeakMemory, in_turns, measure
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.steps import _account_of
-from recipes_lib.core.model import load_model
 from recipes_lib.core.model.marks import COMPILED, mark
 from recipes_lib.core.ranks.meshes import default_mesh
 
@@ -20,6 +19,7 @@ def tensor(mib):
 
 
 def test_known_pattern_of_allocations():
+    """The mistakes: a view that counts twice, a storage that dies unseen, a size from before."""
     with PeakMemory() as start:
         pass
     with PeakMemory() as memory:
@@ -29,20 +29,11 @@ def test_known_pattern_of_allocations():
         del a, b
         c = tensor(4)  # 12 MiB alive
         assert memory.current - start.peak == pytest.approx(12 * MIB, rel=0.01)
+        c.resize_(2 * MIB)
+        assert memory.current - start.peak == pytest.approx(16 * MIB, rel=0.01)
         del view, c
         assert memory.current == start.peak
     assert memory.peak - start.peak == pytest.approx(16 * MIB, rel=0.01)
-
-
-def test_counts_what_autograd_keeps():
-    x = tensor(4).requires_grad_()
-    with PeakMemory() as memory:
-        before = memory.current
-        loss = x.exp().exp().sum()  # the two outputs of exp are saved
-        assert memory.current - before == pytest.approx(8 * MIB, rel=0.01)
-        loss.backward()
-        del loss
-        assert memory.current - before == pytest.approx(4 * MIB, rel=0.01)  # only x.grad is left
 
 
 def part_of_eight_mib():
@@ -73,31 +64,6 @@ def test_of_a_distributed_tensor_the_part_counts(two_ranks):
     assert with_sum == pytest.approx(8 * MIB, rel=0.01)
 
 
-def test_resized_storage():
-    with PeakMemory() as memory:
-        before = memory.current
-        buffer = torch.empty(0)
-        torch.arange(MIB, out=buffer, dtype=torch.float32)
-        assert memory.current - before == pytest.approx(4 * MIB, rel=0.01)
-        buffer.resize_(2 * MIB)  # its first size is not its last one
-        assert memory.current - before == pytest.approx(8 * MIB, rel=0.01)
-
-
-def test_weights_gradients_and_states_of_the_real_model():
-    """16 bytes per parameter: weights, gradients and two AdamW averages, to 1 %."""
-    with PeakMemory() as before:
-        pass
-    model = load_model(device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    with PeakMemory() as after:
-        pass
-    parameters = sum(p.numel() for p in model.parameters())
-    assert after.peak - before.peak == pytest.approx(16 * parameters, rel=0.01)
-
-
 def test_error_inside_leaves_nothing_behind():
     with pytest.raises(RuntimeError, match="mine"), PeakMemory() as memory:
         raise RuntimeError("mine")
@@ -109,16 +75,13 @@ def test_error_inside_leaves_nothing_behind():
     assert again.peak == pytest.approx(peak, abs=MIB)
 
 
-def test_limit():
-    with (
-        pytest.raises(torch.OutOfMemoryError, match="emulated"),
-        PeakMemory(limit_bytes=2**40) as memory,
-    ):
-        memory._account._limit = memory.current + 4 * MIB
+def test_a_limit_ends_the_operator_that_goes_over_it():
+    with PeakMemory() as memory:
+        alive = memory.current
+    limited = PeakMemory(limit_bytes=alive + 4 * MIB)
+    with pytest.raises(torch.OutOfMemoryError, match="emulated"), limited:
         tensor(2)
         tensor(8)
-    with pytest.raises(ValueError, match="1 or more"):
-        PeakMemory(limit_bytes=0)
 
 
 def test_the_fastest_step_on_the_clock_counts(monkeypatch):
@@ -130,12 +93,6 @@ def test_the_fastest_step_on_the_clock_counts(monkeypatch):
     measured = measure(lambda: calls.append(1) or len(calls), tokens=100, warmup=2, repeats=3)
     assert len(calls) == 2 + 1 + 3 and measured.result == 6
     assert (measured.seconds, measured.seconds_high, measured.tokens_per_second) == (1, 9, 100)
-
-
-def test_without_repeats_the_step_under_the_account_is_timed():
-    measured = measure(lambda: None, repeats=0)
-    assert measured.seconds > 0
-    assert measured.seconds_high is None  # one step has no spread
 
 
 def test_compiled_blocks_are_measured_as_they_run():
@@ -176,22 +133,12 @@ def test_cuda_peaks_nest():
     assert inner.peak - base == outer.peak - base == 8 * MIB
 
 
-@pytest.mark.gpu
-def test_cuda_limit():
-    with pytest.raises(torch.OutOfMemoryError), PeakMemory(limit_bytes=2**30):
-        torch.zeros(2**30, device="cuda")
-    torch.zeros(2**30, device="cuda")  # the cap is gone
-
-
-@pytest.mark.parametrize("reads", [False, True])
-def test_gradients_from_before_count(reads):
+def test_gradients_from_before_count():
     """A gradient has no Python object until someone reads it."""
     weight = torch.nn.Parameter(torch.ones(256, 256))
     with PeakMemory() as before:
         pass
     (weight * 2).sum().backward()
-    if reads:
-        assert weight.grad is not None
     with PeakMemory() as after:
         pass
     assert after.peak - before.peak == 4 * 256 * 256
@@ -218,6 +165,3 @@ def test_turns_go_forth_and_back():
     seconds = in_turns({name: lambda name=name: done.append(name) for name in "abc"}, rounds=3)
     assert "".join(done) == "abccbaabc"
     assert list(seconds) == ["a", "b", "c"] and all(len(rounds) == 3 for rounds in seconds.values())
-    assert all(second > 0 for rounds in seconds.values() for second in rounds)
-    with pytest.raises(ValueError, match="rounds=0: give a whole number"):
-        in_turns({}, rounds=0)

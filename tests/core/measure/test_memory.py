@@ -21,7 +21,7 @@ VERSION_1 = {
 NO_LIMIT = VERSION_2 | {"memory.max": "max"}
 
 
-@pytest.mark.parametrize("files", [VERSION_2, VERSION_1, NO_LIMIT, {}])
+@pytest.mark.parametrize("files", [VERSION_2, VERSION_1, NO_LIMIT])
 def test_a_containers_limit_counts(monkeypatch, tmp_path, files):
     """The mistake: what the host has free. The container is killed before it has used that."""
     (tmp_path / "memory").mkdir()
@@ -86,11 +86,3 @@ def test_memory_of_freed_tensors_is_free_on_gpu():
     assert before - free_memory_bytes() >= 2**28
     del tensor
     assert free_memory_bytes() == pytest.approx(before, abs=2**22)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("turn", ["leaves a gap", "finds none"])
-def test_every_test_on_a_gpu_begins_without_gaps(turn):
-    """The mistake: in one process of `pytest -m gpu` the peaks of later tests are too high."""
-    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 32 * 2**20
-    torch.zeros(2**28, device="cuda")

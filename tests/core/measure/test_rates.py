@@ -46,14 +46,3 @@ def test_on_gpu_sixteen_bits_are_faster(monkeypatch):
     found = rates.measure_matrix_rates()
     assert list(found) == [torch.float32, machine().compute_dtype]
     assert 1e11 < 2 * found[torch.float32] < found[machine().compute_dtype] < 1e16
-
-
-@pytest.mark.gpu
-def test_the_memory_of_the_gpu_and_not_its_cache(monkeypatch):
-    """An H100 has 50 MB of cache; a copy, which reads and writes, is no faster than a sum."""
-    monkeypatch.setattr(rates, "SECONDS", 0.0)
-    measured = rates.measure_read_bandwidth()
-    numbers = torch.ones(rates.BYTES_ON_GPU // 4, device="cuda")
-    copy = torch.empty_like(numbers)
-    seconds = min(timed(lambda: copy.copy_(numbers))[0] for _ in range(5))
-    assert 0.4 < measured * seconds / (2 * numbers.nbytes) < 2.5

@@ -11,7 +11,7 @@ from recipes_lib.core.measure import dry_run
 from recipes_lib.core.measure.values import values_of
 from recipes_lib.core.predict import predict
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
-from tests.core.predict.recipes import RECIPES, Recipe, batch_of, build_of, plain_step
+from tests.core.predict.recipes import Recipe, batch_of, build_of, plain_step
 
 
 def test_what_is_computed_of_integers_is_known():
@@ -59,12 +59,6 @@ def test_a_decision_by_a_value_says_where():
 
     with pytest.raises(ValueError, match=r"test_values\.py:\d+ decides by the values"):
         predict(build_of("llama", Recipe(step=deciding)))
-
-
-def test_packed_rows_have_their_mask():
-    """The mistake: rows of two documents look like rows of one."""
-    packed = predict(build_of("llama", RECIPES["packing"])).peak
-    assert packed > predict(build_of("llama", RECIPES["baseline"])).peak
 
 
 def test_tokens_that_are_not_trained_on_have_no_logits():
