@@ -5,18 +5,15 @@ import transformers
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
-    final_softcap,
-    is_layer_norm,
     longest_text,
     norms_of,
     projection_widths,
     require_causal_lm,
-    require_full_attention,
     trunk,
     without_adapters,
 )
 from recipes_lib.fine_tuning.lora import apply_lora
-from tests.not_causal import NAMES, bert_config, llama_config, not_causal
+from tests.not_causal import NAMES, bert_config, not_causal
 from tests.small_models import small_model
 
 REASONS = {
@@ -43,16 +40,7 @@ def test_adapters_around_it_pass(llama):
     adapted = apply_lora(llama, rank=1)
     require_causal_lm(adapted)
     assert without_adapters(adapted) is llama and without_adapters(llama) is llama
-
-
-def test_adapters_around_another_model_are_refused():
-    """What counts is the model inside the wrapper."""
-    peft = pytest.importorskip("peft")
-    # A model of its own: peft changes what it is given.
-    base = transformers.LlamaModel(llama_config())
-    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="no output layer"):
-        require_causal_lm(adapted)
+    assert decoder_blocks(adapted) is llama.model.layers and trunk(adapted) is llama.model
 
 
 def test_bert_as_a_decoder_passes():
@@ -81,33 +69,14 @@ def test_lists_inside_of_blocks_are_no_blocks():
     assert decoder_blocks(mixture) is mixture.model.layers
 
 
-def test_a_long_list_beside_the_blocks():
-    """Gemma 3n has a list of three projections beside its blocks, which may be fewer."""
-    model = small_model("Llama", num_hidden_layers=2)
-    model.model.projections = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(3))
-    assert decoder_blocks(model) is model.model.layers
-
-
-def test_parts_are_found_under_adapters(llama):
-    blocks, base = llama.model.layers, llama.model
-    adapted = apply_lora(llama, rank=1)
-    assert decoder_blocks(adapted) is blocks and trunk(adapted) is base
-
-
-NORMS = {"tiny-gemma2": 4}  # 2 in the other families
-FAMILIES = ["tiny-qwen3", "tiny-gemma2", "tiny-gpt2"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_norms_of_the_residual_stream(family):
+@pytest.mark.parametrize(("family", "count"), [("tiny-qwen3", 2), ("tiny-gemma2", 4)])
+def test_norms_of_the_residual_stream(family, count):
     """Qwen3 has norms of Q and K as well, inside of the attention: they are not among these."""
     block = decoder_blocks(model_of_shape(family, device="meta"))[0]
-    norms = norms_of(block)
-    assert len(norms) == NORMS.get(family, 2)
-    assert all(is_layer_norm(norm) == (family == "tiny-gpt2") for norm in norms)
+    assert len(norms_of(block)) == count
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["tiny-qwen3", "tiny-gpt2"])
 def test_widths_are_those_of_the_weights(family):
     model = model_of_shape(family, device="meta")
     block = decoder_blocks(model)[0]
@@ -128,11 +97,6 @@ def test_heads_that_do_not_add_up_to_the_hidden_size():
     assert projection_widths(config)[:2] == (4 * 32, 2 * 32)
 
 
-def test_only_gemma_2_caps_its_logits(llama):
-    assert final_softcap(llama) is None
-    assert final_softcap(model_of_shape("tiny-gemma2", device="meta")) == 30.0
-
-
 LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"original_max_position_embeddings": 8192, "rope_theta": 5e5}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4}
@@ -140,31 +104,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4}
 # As their files say it: family, positions, angles, and what the model was trained for.
 LENGTHS = {
     "Llama 3.1": ("Llama", 131_072, LLAMA_3 | {"factor": 8.0}, 131_072),
-    "Llama 3.2": ("Llama", 131_072, LLAMA_3 | {"factor": 32.0}, 131_072),
     "DeepSeek-V3": (
         "DeepseekV3",
         163_840,
         YARN | {"factor": 40.0, "original_max_position_embeddings": 4096},
         163_840,
     ),
-    "Qwen2.5 as it is": ("Qwen2", 32_768, {"rope_type": "default", "rope_theta": 1e6}, 32_768),
-    "Qwen2.5 with YaRN": (
-        "Qwen2",
-        32_768,
-        YARN | {"factor": 4.0, "original_max_position_embeddings": 32_768},
-        131_072,
-    ),
     "Qwen3 with YaRN": (
         "Qwen3",
         40_960,
         YARN | {"factor": 4.0, "original_max_position_embeddings": 32_768},
         131_072,
-    ),
-    "DeepSeek-Coder": (
-        "Llama",
-        16_384,
-        {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
-        16_384,
     ),
     "dynamic": ("Llama", 4096, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 8192),
 }
@@ -178,19 +128,3 @@ def test_how_long_a_text_may_be(name):
     kind = getattr(transformers, f"{family}Config")
     config = kind(max_position_embeddings=positions, rope_parameters=dict(rope))
     assert longest_text(config) == expected
-
-
-def test_how_long_a_text_may_be_without_rotary_angles():
-    assert longest_text(transformers.BloomConfig()) is None
-    assert longest_text(transformers.GPT2Config(n_positions=32)) == 32
-
-
-def test_an_attention_that_no_file_holds():
-    """Catches a file that attends to all tokens, of a model that attends to a few."""
-    model = small_model("Llama")
-    for kernel in ("eager", "sdpa", "flash_attention_2", "kernels-community/flash-attn"):
-        model.config._attn_implementation = kernel
-        require_full_attention(model, way_out="…")
-    model.config._attn_implementation = "recipes_sliding_window"
-    with pytest.raises(ValueError, match=r"'recipes_sliding_window', and the file .*: export"):
-        require_full_attention(model, way_out="export another")

@@ -64,14 +64,12 @@ def expected_of(tensors, divisor, factor):
 # --- gradients ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "sums", "weight_sums", "tolerance"),
+    ("dtype", "sums", "weight_sums", "tolerance", "bias"),
     [
-        (torch.float64, torch.float64, torch.float64, 1e-12),
-        (torch.float32, torch.float32, torch.float32, 1e-5),
-        (torch.bfloat16, torch.float32, torch.float32, 2e-2),  # each product is added in fp32
-        (torch.bfloat16, torch.float32, torch.bfloat16, 2e-2),
+        (torch.float64, torch.float64, torch.float64, 1e-12, True),
+        (torch.bfloat16, torch.float32, torch.float32, 2e-2, True),  # products are added in fp32
+        (torch.bfloat16, torch.float32, torch.bfloat16, 2e-2, False),
     ],
 )
 def test_gradients_of_all_chunks(dtype, sums, weight_sums, tolerance, bias):
@@ -123,11 +121,10 @@ def test_rows_and_divisor():
         assert rows_with_a_target(torch.zeros(2, 3), -100).shape == (6,)
 
 
-@pytest.mark.parametrize("wrong", [-1, 9])
-def test_labels_outside_of_the_vocabulary(wrong):
+def test_labels_outside_of_the_vocabulary():
     check_labels(torch.tensor([0, 8]), 9, -100)
     with pytest.raises(ValueError, match="in the vocabulary of 9 nor -100"):
-        check_labels(torch.tensor([0, wrong]), 9, -100)
+        check_labels(torch.tensor([0, 9]), 9, -100)
 
 
 # --- the plan -------------------------------------------------------------------------------------

@@ -61,17 +61,6 @@ def test_network_off_and_nothing_cached(empty_cache):
     assert [p.name for p in cache_dir().iterdir()] == ["smollm2-135m-instruct.lock"]
 
 
-def test_interrupted_conversion_leaves_nothing(empty_cache, monkeypatch):
-    def interrupted(target):
-        (target / "model.safetensors").write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "_from_wheel", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        resolve()
-    assert not list(cache_dir().glob("smollm2-*/"))
-
-
 def test_second_loader_waits_and_finds_the_work_done(empty_cache, monkeypatch):
     builds, release, started = [], threading.Event(), threading.Event()
 

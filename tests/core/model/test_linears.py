@@ -10,7 +10,6 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.linears import (
     bytes_per_token,
     layers_to_quantize,
-    layers_with_one_scale,
     linear_layers,
     output_layer_name,
     quantized_layers,
@@ -20,7 +19,6 @@ from recipes_lib.core.model.linears import (
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.precision.int8 import apply_int8
-from recipes_lib.precision.int8.kernels import has_packed_kernel
 from tests.small_models import small_model
 
 
@@ -38,21 +36,12 @@ def test_all_linear_layers_of_a_model(llama):
     layers = linear_layers(llama)
     assert len(layers) == 2 * 7 + 1, "seven projections per block, and the output layer"
     assert layers["model.layers.1.mlp.down_proj"] is llama.model.layers[1].mlp.down_proj
-    assert output_layer_name(llama) == "lm_head"
     assert "model.embed_tokens" not in layers
-
-
-def test_the_output_layer_under_adapters(llama):
-    """A name without the wrapper's prefix would be no name of this model."""
-    adapted = apply_lora(llama)
-    assert output_layer_name(adapted) in linear_layers(adapted)
-
-
-def test_names_that_are_none(llama):
-    """The mistake: an embedding passes for a layer, and fails in the middle of the model."""
     for names in (["model.embed_tokens"], []):
         with pytest.raises(ValueError, match="has no linear layer"):
             layers_to_quantize(llama, names)
+    adapted = apply_lora(llama)  # a name without the wrapper's prefix is no name of this model
+    assert output_layer_name(adapted) in linear_layers(adapted)
 
 
 def test_one_layer_at_a_time_is_held_twice():
@@ -97,10 +86,9 @@ def test_a_token_reads_the_products_and_not_the_embedding():
     assert bytes_per_token(model) == 4 * (4 * 4 + 5 * 4) + 1.5 * 4 * 4
 
 
-@pytest.mark.parametrize("apply", [apply_int8, apply_int4])
-def test_a_quantized_model_is_not_saved_as_if_it_were_whole(apply, tmp_path):
+def test_a_quantized_model_is_not_saved_as_if_it_were_whole(tmp_path):
     """transformers would write whole numbers without their scales, and load them without a word."""
-    model = apply(model_of_shape("tiny-llama", device="cpu"))
+    model = apply_int4(model_of_shape("tiny-llama", device="cpu"))
     with pytest.raises(ValueError, match="the model is quantized, and from_pretrained would load"):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -119,23 +107,14 @@ def test_layers_to_quantize_are_all_but_the_output_layer(llama):
     assert layers_to_quantize(llama, linear_layers(llama)) == [*linear_layers(llama)]
 
 
-@pytest.mark.parametrize(("apply", "by"), [(apply_int8, "apply_int8"), (apply_int4, "apply_int4")])
-@pytest.mark.parametrize("names", [None, ["model.layers.0.mlp.up_proj"]])
-def test_the_real_cause_is_named(llama, apply, by, names):
+def test_the_real_cause_is_named(llama):
     """The mistake: "no linear layer", and advice about GPT-2, for a model that is quantized."""
-    apply(llama)
-    assert set(quantized_layers(llama).values()) == {by}
-    with pytest.raises(ValueError, match=f"_proj is quantized already, with {by}: give a model in"):
-        layers_to_quantize(llama, names)
+    apply_int8(llama)
+    assert set(quantized_layers(llama).values()) == {"apply_int8"}
+    for names in (None, ["model.layers.0.mlp.up_proj"]):
+        with pytest.raises(ValueError, match="_proj is quantized already, with apply_int8: give"):
+            layers_to_quantize(llama, names)
     assert layers_to_quantize(llama, ["lm_head"]) == ["lm_head"], "a hybrid is none of that"
-
-
-@pytest.mark.parametrize("kind", ["weight_only", "dynamic", "per_token"])
-def test_layers_that_say_that_their_tokens_share_a_scale(llama, kind):
-    """Copies say it as well. On a machine without packed weights, each row has its own scale."""
-    copied = copy.deepcopy(apply_int8(llama, kind=kind, names=["lm_head"]))
-    shares = kind == "dynamic" and has_packed_kernel(torch.device("cpu"))
-    assert layers_with_one_scale(copied) == ["lm_head"] * shares
 
 
 def test_layers_that_the_model_reads_itself_are_left_out():

@@ -9,6 +9,7 @@ import torch
 
 from recipes_lib.core.model import default_model as module
 from recipes_lib.core.model import load_config, load_model, load_tokenizer, loading
+from tests.families.configs import quiet, tiny_model
 
 
 def test_loads_in_the_dtype_asked_for_without_network(monkeypatch):
@@ -59,13 +60,18 @@ def test_nobody_is_asked_whether_to_run_the_code_of_a_folder(monkeypatch, tmp_pa
     assert asked == []
 
 
-def test_local_folder(tmp_path, llama):
-    llama.save_pretrained(tmp_path)
-    again = load_model(str(tmp_path), device="cpu")
-    assert torch.equal(again.lm_head.weight, llama.lm_head.weight)
-
-
 def test_loads_silently_in_a_fresh_process():
     code = "from recipes_lib.core.model import load_model; load_model(device='cpu')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr.strip() == "", done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_stays_in_fp32_is_what_transformers_leaves(dtype, tmp_path):
+    """The mistake: a router in bf16 sends tokens to other experts, and no error tells."""
+    with quiet():
+        model = tiny_model("hy_v4")
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
+    in_fp32 = {name for name, p in loaded.named_parameters() if p.dtype is torch.float32}
+    assert loading.kept_in_fp32(model, dtype) == in_fp32 != set()

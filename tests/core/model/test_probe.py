@@ -78,10 +78,6 @@ def test_exact_sees_a_backward_that_is_wrong_alone(llama):
     refuses(scaled("exact"), llama, "gradient of .* is off", backward=0.5)
 
 
-def test_exact_sees_a_gradient_that_is_lost(llama):
-    refuses(scaled("exact"), llama, "is off by 1", backward=0.0)
-
-
 def test_exact_sees_that_nothing_has_changed(llama):
     """A recipe that reaches nothing in this family saves nothing, in silence."""
     refuses(apply_nothing, llama, "nothing in the model has changed")
@@ -166,8 +162,7 @@ def test_narrow_must_change_something(llama):
     scaled("exact", tried_with={}, narrow={"factor": 2.0})(llama)
 
 
-@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3"])
-def test_a_kernel_must_have_been_called(shape):
+def test_a_kernel_must_have_been_called():
     """The configuration names it, and the model's own attention runs on."""
     AttentionInterface.register("counted_here", sdpa_attention_forward)
 
@@ -180,8 +175,9 @@ def test_a_kernel_must_have_been_called(shape):
                 block.self_attn.config._attn_implementation = "sdpa"
         return model
 
-    refuses(apply_name, model_of_shape(shape, device="cpu"), "no layer calls", ignored=True)
-    apply_name(model_of_shape(shape, device="cpu"))
+    qwen = model_of_shape("tiny-qwen3", device="cpu")
+    refuses(apply_name, qwen, "no layer calls", ignored=True)
+    apply_name(qwen)
 
 
 def test_a_model_whose_documents_leak_refuses_positions_that_restart(llama):
@@ -257,20 +253,10 @@ def test_dropout_is_off_while_it_compares():
 # --- who is not probed ----------------------------------------------------------------------------
 
 
-def test_whoever_does_not_check_is_trusted(llama):
-    scaled("exact")(llama, check=False, factor=2.0)
-    assert decoder_blocks(llama)[-1].mlp.factor == 2.0
-
-
 def test_models_without_data_are_not_run():
     scaled("exact")(model_of_shape("tiny-llama").to("meta"), factor=2.0)
     with dry_run():
         scaled("exact")(model_of_shape("tiny-llama", device="cpu"), factor=2.0)
-
-
-def test_a_wrong_name_is_pythons_own_error(llama):
-    with pytest.raises(TypeError, match="factr"):
-        scaled("exact")(llama, factr=2.0)
 
 
 def test_a_model_that_fails_by_itself_says_so(llama):
