@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
-from recipes_lib.core.model.kept_in_fp32 import kept_in_fp32
+from recipes_lib.core.model.loading import kept_in_fp32
 from recipes_lib.core.model.vocabulary import grow_vocabulary, stop_at, stops_of
 from recipes_lib.fine_tuning.adapter_files import (
     base_fingerprint,

@@ -6,7 +6,8 @@ from torch import nn
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.decoding import KeyValueCache, greedy
-from recipes_lib.core.model.linears import layers_with_one_scale, linear_layers
+from recipes_lib.core.model.linears import linear_layers
+from recipes_lib.core.model.marks import ONE_SCALE_PER_CALL, any_marked
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.inference.speculative import (
     looked_up,
@@ -153,7 +154,7 @@ def test_one_scale_for_a_call_is_refused():
     exact = int8_decoder("per_token")
     shared = int8_decoder("dynamic")
     assert row_difference(shared, next(prompts(1))) > 0.0
-    if not layers_with_one_scale(shared):
+    if not any_marked(shared.modules(), ONE_SCALE_PER_CALL):
         pytest.skip("without packed weights each row has a scale of its own")
     message = 'one scale .*: quantize with kind="weight_only" or "per_token", or use greedy'
     with pytest.raises(ValueError, match=message):

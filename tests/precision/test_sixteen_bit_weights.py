@@ -12,6 +12,7 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.linears import bytes_per_token
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.precision import _converted_weights as converted_weights
+from recipes_lib.precision import sixteen_bit_weights
 from recipes_lib.precision._converted_weights import converted_product, product_dtype
 from recipes_lib.precision.sixteen_bit_weights import (
     DTYPES,
@@ -21,6 +22,7 @@ from recipes_lib.precision.sixteen_bit_weights import (
     plain_sixteen_bit_linear,
     sixteen_bit_path,
 )
+from tests.families.configs import quiet, tiny_model
 
 for_both = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -112,6 +114,18 @@ def test_a_model_of_each_family(family, dtype):
     for name, buffer in reference.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
+
+
+def test_buffers_are_those_that_transformers_loads(tmp_path):
+    """The mistake: a table of positions in fp32, which its family makes in the model's dtype."""
+    with quiet():
+        model = tiny_model("openai-gpt")
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    wrapped = torch.nn.ModuleDict({"model": model})  # as peft and the compiler have it inside
+    made = {name for name, buffer in loaded.named_buffers() if buffer.dtype is torch.bfloat16}
+    found = sixteen_bit_weights._buffers_made_in(wrapped, torch.bfloat16)
+    assert found == {f"model.{name}" for name in made} != set()
 
 
 def test_a_decoder_reads_half():

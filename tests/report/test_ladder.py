@@ -36,7 +36,7 @@ def build(*times, made=None):
 
 @pytest.fixture
 def ladder(tmp_path):
-    columns = [Column("peak_bytes", "peak", "B", mib, "lower"), TIME, RATIO, Column("losses")]
+    columns = [Column("peak_bytes", "peak", "B", mib), TIME, RATIO, Column("losses")]
     return Ladder("steps", columns, folder=tmp_path)
 
 
@@ -59,19 +59,8 @@ def test_the_fastest_turn_counts_and_the_range_stands_beside_it(ladder):
     name, *cells = ladder.table()[2]
     assert name == "other (disturbed: a turn took 1.6×)"
     assert cells == ["1.0 MiB", "1.40 (1.40–2.20)", "1.40 (1.10–1.50)"]
-
-
-def test_a_disturbed_row_is_marked_in_the_table_and_in_the_file(ladder):
-    """The mistake: a time that another program has doubled is quoted as a result."""
-    ladder.append(Row(name="calm"))
-    ladder.append(Row(name="disturbed"))
-    ladder.set_times({"calm": [1.0, 1.5], "disturbed": [1.0, 1.6]})
-    assert [row[0] for row in ladder.table()[1:]] == [
-        "calm",
-        "disturbed (disturbed: a turn took 1.6×)",
-    ]
     marked = [record for record in saved(ladder)["rows"] if record["metric"] == "disturbed"]
-    assert [(record["row"], record["value"]) for record in marked] == [("disturbed", 1.6)]
+    assert [record["row"] for record in marked] == ["first", "other"]
 
 
 def test_rows_are_saved_as_flat_records(ladder):
@@ -90,16 +79,6 @@ def test_rows_are_saved_as_flat_records(ladder):
     assert "disturbed" not in records
     assert content["facts"] == {"held_out": 3.25}
     assert {"name", "versions", "date", "commit", "fast"} <= content.keys()
-
-
-def test_times_are_compared_per_unit(ladder):
-    """The mistake: a step of twice the tokens is called twice as slow."""
-    ladder.append(Row(name="short"))
-    ladder.append(Row(name="long"))
-    ladder.set_times({"short": [1.0], "long": [3.0]}, units={"short": 10, "long": 20})
-    assert (ladder["long"].ratio, ladder["long"].seconds) == pytest.approx((1.5, 3.0))
-    with pytest.raises(ValueError, match="zip"):
-        ladder.set_times({"short": [1.0], "long": [3.0, 3.0]})
 
 
 def test_later_rows_take_their_turns_with_the_first(ladder):
@@ -148,16 +127,6 @@ def test_models_wait_only_where_there_is_room_and_go_after_their_turns(ladder, m
     assert [row.turns for row in ladder.rows] == [2, 1, 1], "in two parts, the first one in each"
 
 
-def test_a_row_that_does_not_fit_beside_the_first_takes_its_turns_alone(ladder, monkeypatch):
-    monkeypatch.setattr(module, "free_memory_bytes", lambda: 40)
-    ladder.climb("first", build(1, 1), kept=10, peak=10)
-    ladder.climb("large", build(2, 3), kept=10, peak=40)
-    ladder.take_turns(rounds=1)
-    large = ladder["large"]
-    assert (large.seconds, large.turns, large.ratio) == (3, 1, 3)
-    assert not hasattr(large, "ratio_low"), "there is no round with both"
-
-
 def test_the_file_is_whole_after_every_round_and_the_last_run_is_kept(ladder, tmp_path):
     """The mistake: an interrupted run loses its rows, or overwrites those of the last run."""
     ladder.climb("first", build(9, 2.0, 1.0))
@@ -183,7 +152,6 @@ def test_a_table_for_the_terminal_and_for_jupyter(ladder):
     assert "<b>[bold]" in str(ladder) and "1,000 MiB" in str(ladder)
     assert "<b>" not in ladder._repr_html_() and "1,000 MiB" in ladder._repr_html_()
     assert ladder.line("<b>[bold]") == "<b>[bold]: peak 1,000 MiB"
-    assert ladder.chart(title="Message").axes[0].get_title(loc="left") == "peak"
 
 
 def test_a_name_that_is_taken(ladder):

@@ -64,10 +64,9 @@ def test_climb_measures_what_was_predicted(memory, capsys):
     assert "when backward begins" in printed and "no kind changes much" in printed
     assert "the loss is that of baseline to the last bit" in printed
     assert "s/step" not in printed, "a first time under the account is no time to quote"
-    memory.take_turns(rounds=1, profile=["again"])
+    memory.take_turns(rounds=1)
     assert second.share_of_limit == pytest.approx(operations / RATE / second.seconds)
     assert second.tokens_per_second == TOKENS / second.seconds
-    assert sum(memory.profiles["again"].values()) > 0
 
 
 def test_a_step_that_is_skipped_does_not_warm_up():
@@ -230,10 +229,3 @@ def test_files_are_compared_within_their_task_and_with_the_link_before(devices):
 
 def test_the_band_of_chance_is_that_of_a_binomial():
     assert chance(0.02, 1000) == pytest.approx((0.0113, 0.0287), abs=1e-4)
-
-
-def test_a_row_has_one_quality(devices):
-    with pytest.raises(ValueError, match="a row has one quality"):
-        devices.climb_file("both", 1, 1.0, accuracy=0.9, perplexity=3.0)
-    with pytest.raises(ValueError, match="after"):
-        devices.climb_file("late", 1, 1.0, accuracy=0.9, after="nobody")

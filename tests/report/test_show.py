@@ -24,13 +24,6 @@ def test_a_method_loses_its_indentation():
     assert "    self.save()" in code
 
 
-def test_without_a_docstring_every_line_is_shown():
-    def bare():
-        return 1
-
-    assert shown(bare, bare) == "def bare():\n    return 1\n\n\ndef bare():\n    return 1"
-
-
 def test_a_method_of_a_class_keeps_its_docstring():
     """Only that of what is shown goes: the text of a class explains its methods."""
     code = shown(LengthLadder)

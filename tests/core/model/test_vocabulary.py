@@ -36,10 +36,10 @@ def test_tokens_are_added_once():
     assert tokenizer("x<a>y")["input_ids"][1] == 49152
 
 
-# Beyond the table, and in it.
-@pytest.mark.parametrize(
-    ("tied", "tokens"), [(True, [130, 128]), (False, [130, 128]), (True, [100])]
-)
+BEYOND = [130, 128]  # the table; 100 is in it
+
+
+@pytest.mark.parametrize(("tied", "tokens"), [(True, BEYOND), (False, BEYOND), (True, [100])])
 def test_new_rows_are_the_mean_of_those_that_were_there(tied, tokens):
     """The mistake: rows of random numbers, or only one of two tables grown."""
     torch.manual_seed(0)

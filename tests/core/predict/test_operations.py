@@ -9,7 +9,6 @@ from recipes_lib.core.predict.operations import step_operations
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
-from tests.conftest import FAMILIES
 
 ROWS, LENGTH = 2, 64
 SIZES = {"rows": ROWS, "length": LENGTH}
@@ -21,56 +20,28 @@ def counted(model):
     ids = torch.randint(0, model.config.vocab_size, (ROWS, LENGTH))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return halved_scores(counter, LENGTH)
-
-
-def halved_scores(counter, length):
     by_operator = counter.get_flop_counts()["Global"]
     of_scores = by_operator.pop(torch.ops.aten.bmm)
-    return sum(by_operator.values()) + of_scores * (length + 1) / (2 * length)
+    return sum(by_operator.values()) + of_scores * (LENGTH + 1) / (2 * LENGTH)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["tiny-mistral", "tiny-gpt2"])
 def test_full_fine_tuning(family):
     """Tied and untied output layers, grouped heads, Conv1D."""
     model = model_of_shape(family, device="cpu")
     assert step_operations(model, **SIZES) == pytest.approx(counted(model), rel=0.01)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lora(family):
+def test_lora():
     """The mistake: a frozen base still counts gradients of its weights, or none of its inputs."""
-    model = apply_lora(model_of_shape(family, layers=4, device="cpu"), rank=4, alpha=8)
+    model = apply_lora(model_of_shape("tiny-qwen3", layers=4, device="cpu"), rank=4, alpha=8)
     assert step_operations(model, **SIZES) == pytest.approx(counted(model), rel=0.03)
 
 
-def test_adapters_in_the_last_block_only():
-    """Below them there is no backward."""
-    model = model_of_shape("tiny-llama", layers=4, device="cpu")
-    model.requires_grad_(False)
-    model.model.layers[-1].requires_grad_(True)
-    assert step_operations(model, **SIZES) == pytest.approx(counted(model), rel=0.03)
-
-
-def test_a_prompt_that_trains():
-    """All blocks hand gradients down to it, and its tokens go through them as well."""
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=16)
-    plain = model_of_shape("tiny-llama", layers=4, device="cpu")
-    plain.set_attn_implementation("eager")
-    model = peft.get_peft_model(plain, config)
-    with FlopCounterMode(display=False) as counter:
-        ids = torch.randint(0, 128, (ROWS, LENGTH))
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    longer = LENGTH + 16
-    assert step_operations(model, **SIZES) == pytest.approx(
-        halved_scores(counter, longer), rel=0.03
-    )
-
-
-def test_what_trains_behind_the_blocks_has_no_gradient_below():
+@pytest.mark.parametrize("part", ["layers.3", "norm"])
+def test_below_the_first_part_that_trains_there_is_no_backward(part):
     model = model_of_shape("tiny-llama", layers=4, device="cpu").requires_grad_(False)
-    model.model.norm.requires_grad_(True)
+    model.model.get_submodule(part).requires_grad_(True)
     assert step_operations(model, **SIZES) == pytest.approx(counted(model), rel=0.03)
 
 

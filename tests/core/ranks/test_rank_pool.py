@@ -55,11 +55,6 @@ def all_refuse(heads):
     raise ValueError(f"heads={heads}: give a multiple of {distributed.get_world_size()}")
 
 
-def each_refuses_for_itself():
-    """Every rank finds another mistake."""
-    raise ValueError(f"rank {distributed.get_rank()} has no rows")
-
-
 def wait_forever(note):
     """Rank 1 never comes to the barrier, and starts a process before, as a loader does."""
     if distributed.get_rank() == 1:
@@ -130,12 +125,6 @@ def test_a_rank_that_fails_ends_the_call_with_its_traceback(pool):
     assert pool.run(add_up, start=0) == 1, "the next call has new ranks"
 
 
-def test_different_mistakes_are_all_told(pool):
-    """The mistake: only that of the first rank, as if all had found it."""
-    with pytest.raises(RankError, match=r"(?s)2 of 2 .*rank 0 has no rows.*rank 1 has no rows"):
-        pool.run(each_refuses_for_itself)
-
-
 def test_a_rank_that_is_killed_is_named_with_its_signal_and_its_last_words_are_shown(pool, capsys):
     with pytest.raises(RankError, match=r"(?s)rank 1:.*signal 9 \(SIGKILL\)"):
         pool.run(one_is_killed, timeout=500)
@@ -161,19 +150,16 @@ from tests.core.ranks import test_rank_pool as ranks
 
 pool = RankPool(ranks=2, device="cpu")
 print(*[process for process, _ in pool.run(ranks.process_numbers)], flush=True)
-{then}
+ranks.time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_no_rank_outlives_the_process_that_started_it(tmp_path, killed):
-    """A kernel that is restarted kills this process; a script may forget to close its pool."""
-    then = "ranks.time.sleep(600)" if killed else ""
-    command = [sys.executable, "-c", PARENT.format(root=str(ROOT), then=then)]
+def test_no_rank_outlives_the_process_that_started_it():
+    """A kernel that is restarted kills this process."""
+    command = [sys.executable, "-c", PARENT.format(root=str(ROOT))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         ranks = [int(number) for number in parent.stdout.readline().split()]
-        if killed:
-            parent.kill()
+        parent.kill()
         parent.wait(timeout=60)
     assert len(ranks) == 2
     _until_ended(ranks)
@@ -188,11 +174,3 @@ def _until_ended(processes, seconds=60):
             return
         assert time.monotonic() < end
         time.sleep(0.1)
-
-
-def test_bad_input_is_refused_before_anything_starts():
-    with pytest.raises(ValueError, match="ranks=0: give a whole number of 1 or more"):
-        RankPool(ranks=0)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match=r"this machine has 0 GPU\(s\)"):
-            RankPool(ranks=2, device="cuda")
