@@ -22,7 +22,7 @@ def test_smollm2_is_one_of_its_family():
     assert predicted_weights(proportions, vocabulary=49152) == 134_515_008
 
 
-@pytest.mark.parametrize("layers", [2, 5, 8, 16])
+@pytest.mark.parametrize("layers", [2, 16])
 def test_every_depth_has_the_same_weights(layers):
     """Catches a depth that wins because its model is larger."""
     model = deep_thin_model(layers=layers, **SMALL)

@@ -27,11 +27,8 @@ def saved_and_loaded(model, folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-# A scaled embedding (Gemma), a bias in the output layer (Phi), another name of the trunk (GPT-2).
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("Gemma2", torch.float32), ("Phi", torch.float32), ("GPT2", torch.bfloat16)],
-)
+# A scaled embedding (Gemma), another name of the trunk (GPT-2).
+@pytest.mark.parametrize(("family", "dtype"), [("Gemma2", torch.float32), ("GPT2", torch.bfloat16)])
 @torch.no_grad()
 def test_untied_and_tied_again(family, dtype, tmp_path):
     """The mistakes: a logit that moves, bytes that stay, a file that loads otherwise."""
@@ -99,17 +96,10 @@ def test_refused():
         untie_embeddings(small("Llama", tied=False))
 
 
-MANY_TIES = {
-    "zamba": {},
-    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
-}
-
-
-@pytest.mark.parametrize("family", MANY_TIES)
-def test_ties_between_blocks_are_not_lost(family):
+def test_ties_between_blocks_are_not_lost():
     """The mistake: the word that unties the output layer unties the transformer that Zamba's blocks
     share, and saved and loaded, they are fresh."""
-    model = tiny_model(family, **MANY_TIES[family])
+    model = tiny_model("zamba")
     with pytest.raises(ValueError, match=r"is as it was: .* untie .*shared_transf"):
         untie_embeddings(model)
     assert model.config.tie_word_embeddings
