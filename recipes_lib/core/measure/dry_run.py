@@ -107,12 +107,11 @@ def real_tensors() -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def dry_run() -> Iterator[Values]:
+def dry_run() -> Iterator[None]:
     """Inside, tensors have shapes and no data.
 
-    `PeakMemory` counts the bytes that they would take, kernel by kernel as on this device. Gives
-    the values that are known in spite of it, and who asked for others. Raises ValueError where a
-    decision hangs on a value.
+    `PeakMemory` counts the bytes that they would take, kernel by kernel as on this device. Raises
+    ValueError where a decision hangs on a value.
     """
     from transformers import PreTrainedModel
     from transformers.utils import import_utils
@@ -132,7 +131,7 @@ def dry_run() -> Iterator[Values]:
         stack.enter_context(_weights_of_bitsandbytes())
         mode = stack.enter_context(FakeTensorMode())
         mode.values = stack.enter_context(Values())
-        yield mode.values
+        yield
 
 
 def _without_values(tensor: Any) -> bool:

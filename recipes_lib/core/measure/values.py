@@ -13,7 +13,6 @@ losses have none.
 from __future__ import annotations
 
 import traceback
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,7 +53,6 @@ class Values(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: Counter[str] = Counter()  # where a value was read that nobody knows
         self.of_the_host = False  # what operators make now is not on the device
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -150,7 +148,6 @@ class Values(TorchDispatchMode):
                     f"none: predict a step that does not, or measure this one with PeakMemory"
                 )
             return False
-        self.asked[where] += 1
         if "torch/amp/" in where:  # did gradients overflow? No.
             return 0.0
         # Not 0: a mean over no tokens is an error.

@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -55,13 +54,11 @@ MOST_WARM_UP_STEPS = 3
 class Prediction:
     """A step that has not run: its bytes over time, by kind and phase.
 
-    `asked` counts the lines that read a value which nobody knew. On a card `allocated` and
-    `reserved` are the peaks of PyTorch's allocator, with CUDA's own context beside them.
+    On a card `allocated` and `reserved` are the peaks of PyTorch's allocator. It fits where
+    `reserved` is at most `card.for_tensors`, which leaves room for CUDA's own context.
     """
 
     timeline: Timeline
-    asked: Counter[str] = field(default_factory=Counter)
-    card: Card | None = None
     allocated: int | None = None
     reserved: int | None = None
 
@@ -74,13 +71,6 @@ class Prediction:
     def kept(self) -> int:
         """Bytes between two steps."""
         return self.timeline.points[-1].total
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the card has room for what the allocator reserves, beside CUDA's context."""
-        if self.reserved is None:
-            return None
-        return self.reserved <= self.card.for_tensors
 
     def at_peak(self) -> dict[str, int]:
         """What the peak consists of, by kind."""
@@ -109,18 +99,16 @@ def predict(
     check_whole(ranks=ranks)
     if dry():
         raise ValueError("this is a dry run already: call predict outside of it")
-    with _group_of(ranks, rank), dry_run() as values, on_card(card), _explained():
+    with _group_of(ranks, rank), dry_run(), on_card(card), _explained():
         if card is None or not allocator:
             # In a group the first step plans operators on shards, on tensors of full size.
             timeline = _second_step(build) if ranks > 1 else _first_step(build)
-            return Prediction(timeline, values.asked, card)
+            return Prediction(timeline)
         replayed = Allocator(limit_bytes=card.for_tensors)
         emptied = mock.patch.object(torch.cuda, "empty_cache", replayed.empty_cache)
         with LiveBytes("cuda", listener=replayed) as account, emptied:
             timeline = _step_on(card, build, account, replayed)
-        return Prediction(
-            timeline, values.asked, card, replayed.peak_allocated, replayed.peak_reserved
-        )
+        return Prediction(timeline, replayed.peak_allocated, replayed.peak_reserved)
 
 
 @contextlib.contextmanager

@@ -199,16 +199,3 @@ def test_prompts_that_do_not_do(llama):
     tokenizer.pad_token = None
     with pytest.raises(ValueError, match="pad_token"):
         generate_answers(llama, tokenizer, ["a"])
-
-
-@pytest.mark.gpu
-def test_on_gpu():
-    model = sharpen(model_of_shape("tiny-llama", device="cpu"))
-    rows = make_rows()
-    tokenizer = ascii_tokenizer()
-    expected, _ = row_losses(model, rows, pad_token_id=0)
-    answers = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=8)
-    model.cuda()
-    losses, _ = row_losses(model, rows, pad_token_id=0)
-    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
-    assert generate_answers(model, tokenizer, PROMPTS, max_new_tokens=8) == answers

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -6,8 +5,6 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from recipes_lib.core.measure import PeakMemory, in_turns, measure
-from recipes_lib.core.measure.machine import machine
-from recipes_lib.core.measure.steps import _account_of
 from recipes_lib.core.model.marks import COMPILED, mark
 from recipes_lib.core.ranks.meshes import default_mesh
 
@@ -109,18 +106,6 @@ def test_compiled_blocks_are_measured_as_they_run():
     assert of_plain.timeline is not None
     assert of_compiled.timeline is None  # it came from the allocator
     assert of_compiled.peak_bytes == pytest.approx(of_plain.peak_bytes, rel=0.05)
-
-
-def test_on_a_gpu_the_allocator_measures_compiled_blocks(monkeypatch):
-    """The account of operators, which makes the timeline, would let them run as plain ones."""
-    here = replace(machine(), device="cuda")
-    for file in ("steps", "peak_memory"):
-        monkeypatch.setattr(f"recipes_lib.core.measure.{file}.this_machine", lambda: here)
-    model = torch.nn.Linear(4, 4)
-    assert _account_of(model, None)._account is not None
-    mark(model, COMPILED)
-    memory = _account_of(model, None)
-    assert memory._on_cuda and memory._account is None
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 import hashlib
 import subprocess
-import threading
 import zipfile
 from pathlib import Path
 
@@ -59,29 +58,6 @@ def test_network_off_and_nothing_cached(empty_cache):
     ):
         resolve()
     assert [p.name for p in cache_dir().iterdir()] == ["smollm2-135m-instruct.lock"]
-
-
-def test_second_loader_waits_and_finds_the_work_done(empty_cache, monkeypatch):
-    builds, release, started = [], threading.Event(), threading.Event()
-
-    def build(folder):
-        builds.append(folder)
-        started.set()
-        release.wait(10)
-        folder.mkdir()
-        (folder / "source.json").write_text('{"source": "test"}')
-
-    monkeypatch.setattr(module, "_build", build)
-    threads = [threading.Thread(target=resolve) for _ in range(2)]
-    threads[0].start()
-    started.wait(10)
-    threads[1].start()
-    threads[1].join(0.2)
-    assert threads[1].is_alive()  # waiting for the first
-    release.set()
-    for thread in threads:
-        thread.join(10)
-    assert len(builds) == 1
 
 
 def test_offline_is_found_out_at_once(monkeypatch, tmp_path):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torchao.quantization import (
     Int8DynamicActivationIntxWeightConfig,
-    IntxWeightOnlyConfig,
     quantize_,
 )
 from torchao.quantization.granularity import PerAxis, PerGroup
@@ -43,14 +42,6 @@ def test_the_grid_of_torchao(bits, group, size):
     assert torch.equal(ours.scales, theirs.scale)
     assert torch.equal(ours.weight(), theirs.dequantize())
     assert torch.equal(on_grid(weight, bits=bits, group=group), theirs.dequantize())
-
-
-def test_the_grid_of_an_embedding():
-    table = torch.nn.Embedding(30, 64)
-    weight = table.weight.detach().clone()
-    config = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
-    quantize_(table, config, filter_fn=lambda module, name: True)
-    assert torch.equal(to_grid(weight, bits=8).weight(), table.weight.dequantize())
 
 
 def test_the_largest_weight_misses_by_half_a_step():

@@ -44,32 +44,6 @@ def test_all_linear_layers_of_a_model(llama):
     assert output_layer_name(adapted) in linear_layers(adapted)
 
 
-def test_one_layer_at_a_time_is_held_twice():
-    """A list of all old layers would double the memory of the model while it is changed."""
-    model = Small()
-    alive = []
-
-    class Watched(nn.Linear):
-        def __del__(self):
-            alive.remove(self.name)
-
-    for index in range(2):
-        model.blocks[index] = Watched(4, 4)
-        model.blocks[index].name = index
-        alive.append(index)
-
-    def make(name, linear):
-        return nn.Identity()
-
-    def last(name, linear):
-        assert alive == [1], "the first one is gone"
-        return nn.Identity()
-
-    made = iter([make, last])
-    replace_linears(model, lambda *given: next(made)(*given), names=["blocks.0", "blocks.1"])
-    assert alive == []
-
-
 def test_a_token_reads_the_products_and_not_the_embedding():
     """The mistake: the embedding counts, or a quantized layer as if it still had its weight."""
     model = Small()

@@ -17,7 +17,6 @@ from recipes_lib.core.model.output_layer import (
     require_shifted_loss,
     run_to_the_output_layer,
     targets_of,
-    with_loss,
 )
 from tests.small_models import small_model
 
@@ -34,21 +33,6 @@ def stopped(model, batch):
 def hooks_of(model):
     head = model.get_output_embeddings()
     return [*head._forward_hooks, *head._forward_pre_hooks]
-
-
-def test_hidden_states_and_layer_make_the_logits(tiny, batch):
-    """Of each family: with a soft cap, a tied embedding, a bias, an output that is a tuple."""
-    model = tiny.eval()
-    expected = model(**batch).logits
-    output, hidden = stopped(model, batch)
-    layer = output_layer_of(model)
-    assert output.logits.shape == (1, 2, 128), "the output layer ran on all tokens"
-    logits = torch.nn.functional.linear(hidden, layer.weight, layer.bias)
-    if layer.softcap:
-        logits = layer.softcap * torch.tanh(logits / layer.softcap)
-    torch.testing.assert_close(logits, expected)
-    assert makes_plain_logits(output, hidden, layer)
-    assert not hooks_of(model)
 
 
 @pytest.mark.parametrize(
@@ -114,16 +98,6 @@ def test_each_position_predicts_the_next_token():
     assert targets_of({"labels": labels}).tolist() == [[5, 6, -100], [8, 9, -100]]
     assert targets_of({"labels": labels, "ignore_index": -1})[0].tolist() == [5, 6, -1]
     assert targets_of({"labels": labels, "shift_labels": labels}) is labels
-
-
-def test_the_output_has_the_loss_and_no_logits(llama, batch):
-    output, _ = stopped(llama, batch)
-    loss = torch.tensor(1.5)
-    changed = with_loss(llama, output, loss, {})
-    assert type(changed) is type(output)
-    assert changed.loss is loss and changed.logits is None
-    as_tuple = with_loss(llama, output, loss, {"return_dict": False})
-    assert isinstance(as_tuple, tuple) and as_tuple[0] is loss
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 from transformers import DynamicCache, LlamaConfig
 
-from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, mark
-from recipes_lib.core.model.recompute import generates, require_no_checkpoints, without_caches
+from recipes_lib.core.model.recompute import without_caches
 
 
 @pytest.fixture
@@ -28,36 +26,11 @@ def test_caches_are_dropped_wherever_they_stand(filled):
     assert kwargs["use_cache"] is True  # what the caller holds is as it was
 
 
-def test_generation_is_seen(filled):
-    """In training with gradients a cache must not make a block run unchecked."""
-    block = nn.Linear(1, 1)
-    cached = {"past_key_values": filled}
-    assert not generates(block, [], {})
-    assert not generates(block, [], cached)
-    assert generates(block.eval(), [], cached)
-    assert not generates(block, [], {})  # eval mode alone: dropout is off, backward comes
-    with torch.no_grad():
-        assert generates(block.train(), [], {})
-
-
 def test_a_filled_cache_is_refused(filled):
     """The number of the block counts: the cache may be empty for another one."""
     without_caches([DynamicCache(), filled], {}, index=0)
     with pytest.raises(ValueError, match="filled KV cache"):
         without_caches([DynamicCache(), filled], {}, index=1)
-
-
-def test_checkpoints_of_either_kind_are_seen():
-    """Block 0 is marked with the number 0, which is false to Python."""
-    blocks = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    require_no_checkpoints(iter(blocks))
-    mark(blocks[0], CHECKPOINTED_INDEX, 0)
-    with pytest.raises(ValueError, match="checkpointed already"):
-        require_no_checkpoints(iter(blocks))
-    by_hugging_face = nn.Linear(1, 1)
-    by_hugging_face.gradient_checkpointing = True
-    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
-        require_no_checkpoints([by_hugging_face])
 
 
 def test_states_of_a_recurrence_count_as_tokens():

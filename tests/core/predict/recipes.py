@@ -28,7 +28,6 @@ from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.precision.mixed_precision import mixed_precision
 from recipes_lib.precision.pure_bf16 import bf16_adamw
 from recipes_lib.precision.sixteen_bit_adam import sixteen_bit_adamw
-from recipes_lib.training.compiled_blocks import apply_compiled_blocks
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
 from recipes_lib.training.muon import muon_adamw
 
@@ -62,10 +61,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "mamba_chunk_size": 32,
     },
-    "mistral": {},
-    "phi3": {},
-    "olmo2": {},
-    "granite": {},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
 }
 
@@ -176,11 +171,6 @@ def build_of(family: str, recipe: Recipe, **sizes: Any) -> Build:
     return build
 
 
-def with_their_checkpointing(model: Any) -> Any:
-    model.gradient_checkpointing_enable()
-    return model
-
-
 def with_eager_attention(model: Any) -> Any:
     model.set_attn_implementation("eager")
     return model
@@ -196,32 +186,25 @@ nested = partial(apply_nested_checkpointing, group=2)
 sparse = partial(apply_block_sparse, block_size=16, local=3, global_blocks=1)
 in_backward = partial(apply_optimizer_in_backward, lr=2e-5, fused=True)
 eight_bits = partial(eight_bit_adamw, lr=2e-5)
-in_torchao = partial(eight_bits, library="torchao", embedding_bits=8)
 pure = partial(bf16_adamw, lr=2e-5)
 
 RECIPES = {
     "baseline": Recipe(),
-    "foreach AdamW": Recipe(optimizer=partial(adamw, foreach=True)),
     "for-loop AdamW, clipped": Recipe(
         optimizer=partial(adamw, foreach=False), step=partial(plain_step, clip=True)
     ),
     "gradient accumulation": Recipe(step=accumulated_step),
     "checkpointing": Recipe((checkpointed,)),
     "selective checkpointing": Recipe((partial(checkpointed, mode="selective"),)),
-    "every second block": Recipe((partial(checkpointed, every=2),)),
-    "their checkpointing": Recipe((with_their_checkpointing,)),
     "nested checkpointing": Recipe((nested,)),
     "activations on disk": Recipe(step=partial(offloaded_step, to="disk")),
     "bf16 autocast": Recipe(step=mixed_step),
     "fp16 autocast": Recipe(step=partial(mixed_step, dtype=torch.float16)),
-    "compiled blocks": Recipe((apply_compiled_blocks,)),
-    "compiled, bf16": Recipe((apply_compiled_blocks,), step=mixed_step),
     "optimizer in backward": Recipe(optimizer=in_backward),
     "in backward, checkpointed": Recipe((checkpointed,), in_backward),
     "optimizer offload": Recipe(optimizer=partial(offload_optimizer, lr=2e-5, allow_cpu=True)),
     "16-bit AdamW": Recipe((checkpointed,), partial(sixteen_bit_adamw, lr=2e-5)),
     "8-bit AdamW": Recipe((checkpointed,), eight_bits),
-    "8-bit AdamW of torchao": Recipe((checkpointed,), in_torchao),
     "Muon": Recipe((checkpointed,), partial(muon_adamw, lr=2e-5)),
     "bf16, stochastic rounding": Recipe(
         optimizer=partial(pure, rounding="stochastic"), dtype=torch.bfloat16
@@ -229,12 +212,9 @@ RECIPES = {
     "bf16, master weights": Recipe(
         optimizer=partial(pure, rounding="master"), dtype=torch.bfloat16
     ),
-    "LoRA": Recipe((lora,)),
     "LoRA, checkpointed": Recipe((lora, checkpointed)),
-    "QLoRA": Recipe((qlora,)),
     "QLoRA, checkpointed": Recipe((qlora, checkpointed)),
     "chunked loss": Recipe((chunked,)),
-    "tiled MLP": Recipe((tiled,)),
     "tiled MLP and norms": Recipe((tiled_norms,)),
     "head groups": Recipe((apply_head_groups,)),
     "sliding window": Recipe((partial(apply_sliding_window, window=32, sinks=4),)),

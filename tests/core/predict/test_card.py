@@ -7,7 +7,6 @@ memory, and no measurement. Each is of the second step in a process of its own, 
 """
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -83,12 +82,3 @@ def test_the_hosts_memory_is_apart():
     on_a_cpu = "the parameters are in host memory already"
     with pytest.raises(ValueError, match=on_a_cpu):
         predict(build_of("offload"))
-
-
-def test_fits_is_the_reserved_bytes_beside_cudas_context():
-    """The mistake: all of a card's memory for tensors."""
-    h100 = CARDS["H100"]
-    predicted = predict(build_of("checkpointed"), card=h100)
-    just_enough = predicted.reserved + h100.memory_bytes - h100.for_tensors
-    for memory, fits in ((just_enough, True), (just_enough - 1, False)):
-        assert replace(predicted, card=Card("just so", (9, 0), memory)).fits is fits

@@ -26,7 +26,6 @@ CASES += [("llama", "bf16, stochastic rounding"), ("llama", "block sparse"), ("l
 CASES += [("llama", "QLoRA, all of it"), ("llama", "long texts"), ("llama", "fp16 autocast")]
 CASES += [("gpt2", "baseline"), ("gpt2", "LoRA, checkpointed")]
 NUMBERS = 64  # bytes of a loss scale or a norm: whose they are is not the same twice
-COMPILED = ("compiled", "torchao")  # what a survey does not compile
 
 
 def measured(build):
@@ -59,7 +58,7 @@ def test_the_peak_is_the_measured_one_to_the_byte(family, name):
 
 
 @pytest.mark.survey
-@pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith(COMPILED)])
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_recipe_on_every_family(family, name):
     """Within 0.5 %, or refused by both."""
