@@ -19,8 +19,6 @@ def lines(
     *,
     title: str,
     source: str | None = None,
-    height: float = 3.4,
-    names: Mapping[str, str] | None = None,
     dots: bool = True,
     **settings: Any,
 ) -> Chart:
@@ -29,23 +27,15 @@ def lines(
     Args:
         title: the message.
         source: where the numbers are from; by default this machine and today.
-        names: what stands at the end of a line, if it is not the curve's name.
         dots: mark each point, too.
         settings: of `Axes.set`: xlabel, ylabel, xscale, ylim and so on.
     """
-    figure, axes = new_figure(title, height=height, source=source)
-    draw_lines(axes, curves, names=names, dots=dots, **settings)
+    figure, axes = new_figure(title, source=source)
+    draw_lines(axes, curves, dots=dots, **settings)
     return figure
 
 
-def draw_lines(
-    axes: Any,
-    curves: Curves,
-    *,
-    names: Mapping[str, str] | None = None,
-    dots: bool = False,
-    **settings: Any,
-) -> None:
+def draw_lines(axes: Any, curves: Curves, *, dots: bool = False, **settings: Any) -> None:
     """The same in axes that are there already. What is drawn later does not move their limits."""
     marker = "o" if dots else None
     names_at_ends = []
@@ -57,6 +47,6 @@ def draw_lines(
         dashes = DASHES[number % len(DASHES)]
         look = {"color": color, "linestyle": dashes, "linewidth": 1.8}
         axes.plot(xs, ys, marker=marker, markersize=4, **look)
-        names_at_ends.append(((names or {}).get(name, name), curve[-1], color))
+        names_at_ends.append((name, curve[-1], color))
     set_up(axes, **settings)
     name_at_right(axes, names_at_ends)

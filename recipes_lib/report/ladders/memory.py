@@ -193,13 +193,12 @@ class MemoryLadder(Ladder):
         *,
         predicted: int | None,
         loss: float | None = None,
-        group: str = "",
     ) -> Row:
         """Append a row that was measured elsewhere, save the file and return the row.
 
         `predicted` is None where nothing was.
         """
-        row = Row(name=name, group=group, predicted_bytes=predicted, loss=loss)
+        row = Row(name=name, predicted_bytes=predicted, loss=loss)
         row.peak_bytes = measured.peak_bytes
         row.seconds = measured.seconds
         if measured.seconds_high is not None:

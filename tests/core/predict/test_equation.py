@@ -31,8 +31,7 @@ SHAPES = {
 checkpointed = partial(apply_activation_checkpointing, check=False)
 lora = partial(apply_lora, rank=RANK, alpha=2 * RANK, check=False)
 qlora = partial(apply_qlora, rank=RANK, alpha=2 * RANK)
-# A chunk of all tokens would be as large as the table of logits.
-chunked = partial(apply_chunked_cross_entropy, chunk_size=64, check=False)
+chunked = partial(apply_chunked_cross_entropy, check=False)
 in_16_bits = partial(sixteen_bit_adamw, lr=2e-5)
 with_lora = partial(equation.with_adapters, rank=RANK)
 # What changes the model, its optimizer, and what the equation makes of it.
@@ -45,7 +44,7 @@ STACKS = {
         adamw,
         (with_lora, equation.in_four_bits, equation.with_checkpointing),
     ),
-    "chunked": ((chunked,), adamw, (partial(equation.with_chunked_loss, chunk=64),)),
+    "chunked": ((chunked,), adamw, (equation.with_chunked_loss,)),
     "16-bit states": ((), in_16_bits, (partial(equation.with_states_in, bits=16),)),
 }
 
@@ -117,12 +116,11 @@ def offloaded_step(model, optimizer, *, ids):
 nested = partial(apply_nested_checkpointing, group=5, check=False)
 tiled = partial(apply_tiled_mlp, tile_size=8192, norms=True, check=False)
 in_tiles = partial(apply_tiled_mlp, tile_size=8192, check=False)
-lean = partial(apply_chunked_cross_entropy, check=False)
 in_backward = partial(apply_optimizer_in_backward, lr=2e-5, fused=True)
 LONG = {
     "eager": ((eager,), adamw, equation.with_eager_attention, 891),
-    "nested": ((lean, tiled, nested), in_backward, nested_terms, 54_000),
-    "offloaded": ((lean, in_tiles, checkpointed), adamw, offloaded_terms, 48_000),
+    "nested": ((chunked, tiled, nested), in_backward, nested_terms, 54_000),
+    "offloaded": ((chunked, in_tiles, checkpointed), adamw, offloaded_terms, 48_000),
 }
 
 
