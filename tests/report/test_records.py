@@ -24,8 +24,3 @@ def test_the_newest_run_is_shown_nested_as_it_was_written(tmp_path, monkeypatch)
         "measured_on": "recorded on Test CPU, 2026-02-01",
     }
     assert records.recorded("magic") is None
-
-
-def test_the_runs_that_notebooks_show_are_recorded():
-    assert len(records.recorded("rope")["losses"]["none"]) > 1
-    assert set(records.recorded("long_finetune")["verdicts"]) == {"full", "lora"}

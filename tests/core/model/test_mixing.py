@@ -14,7 +14,6 @@ from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
 )
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
-from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 from recipes_lib.training.compiled_blocks import apply_compiled_blocks
 
 
@@ -34,12 +33,6 @@ def layer():
 
 
 X = torch.ones(2, 3)
-
-
-def test_the_mixin_runs_around_the_modules_own_forward(layer):
-    expected = 2 * layer(X)
-    mix_in(layer, Doubled, factor=2)
-    assert torch.equal(layer(X), expected)
 
 
 def test_a_copy_runs_its_own_weights(layer):
@@ -85,7 +78,7 @@ def test_each_goes_in_once_and_the_last_one_comes_out_first(layer):
 # --- an attribute `forward` on a module hides that of its class -----------------------------------
 
 
-TECHNIQUES = [apply_compiled_blocks, apply_chunked_cross_entropy, apply_tiled_mlp]
+TECHNIQUES = [apply_compiled_blocks, apply_chunked_cross_entropy]
 
 
 @pytest.mark.parametrize("apply", TECHNIQUES)

@@ -13,7 +13,6 @@ from recipes_lib.core.model import output_layer as module
 from recipes_lib.core.model.output_layer import (
     makes_plain_logits,
     output_layer_of,
-    require_plain_loss,
     require_shifted_loss,
     run_to_the_output_layer,
     targets_of,
@@ -101,13 +100,6 @@ def test_each_position_predicts_the_next_token():
 
 
 # --- what is refused ------------------------------------------------------------------------------
-
-
-def test_a_loss_of_its_own(llama):
-    require_plain_loss(llama)
-    llama.loss_function = torch.nn.functional.cross_entropy
-    with pytest.raises(ValueError, match="LlamaForCausalLM computes its loss itself"):
-        require_plain_loss(llama)
 
 
 def test_a_loss_that_does_not_move_the_labels_is_seen():
