@@ -1,6 +1,5 @@
 """Python's own standard library: the same text on every machine with this Python, cleanly split."""
 
-import itertools
 import sysconfig
 
 from recipes_lib.core.data import corpus
@@ -15,21 +14,6 @@ def test_split_by_module_is_deterministic_and_disjoint():
     assert len(prompts[0]) > 1000 and len(prompts[1]) > 100 and not {*prompts[0]} & {*prompts[1]}
     assert all(len({*some}) == len(some) for some in prompts), "each once"
     assert prompts[1] == [pair["prompt"] for pair in docstring_pairs("validation")]
-
-
-def test_the_first_pairs_come_from_many_modules_and_few_files(monkeypatch):
-    read, of_path = [], corpus._pairs_of
-    monkeypatch.setattr(corpus, "_pairs_of", lambda path: read.append(path) or of_path(path))
-    corpus._pairs.cache_clear()
-    first = list(itertools.islice(docstring_pairs("train"), 60))
-    assert len(read) <= len(modules("validation")) + corpus.TOGETHER < len(modules("train"))
-    corpus._pairs.cache_clear()
-    sources = [path.read_text(encoding="utf-8", errors="replace") for path in read]
-    last_lines = [pair["prompt"].splitlines()[-1] for pair in first]
-    assert (
-        len({next(i for i, source in enumerate(sources) if line in source) for line in last_lines})
-        > 10
-    )
 
 
 def test_neither_tests_nor_installed_packages_are_text():
