@@ -39,6 +39,7 @@ from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.model.causal_lm import (
     ROUTERS,
     decoder_blocks,
+    leaf_names,
     norms_of,
     require_causal_lm,
     trunk,
@@ -177,8 +178,7 @@ def _token_wise_modules(model: Any, norms: bool) -> list[nn.Module]:
             raise ValueError(f"{type(block).__name__} holds no MLP as `mlp`")
         # The weights of experts are often one tensor, [experts, D, F].
         has_experts = any(parameter.dim() > 2 for parameter in block.mlp.parameters())
-        names = {name.rpartition(".")[2] for name, _ in block.mlp.named_modules()}
-        if has_experts or names & (ROUTERS | EXPERTS):
+        if has_experts or leaf_names(block.mlp) & (ROUTERS | EXPERTS):
             raise ValueError(
                 f"{type(block.mlp).__name__} is a mixture of experts, whose router's loss is over "
                 f"all tokens: only dense MLPs can be tiled"

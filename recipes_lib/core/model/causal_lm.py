@@ -117,6 +117,11 @@ def norms_of(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.children() if "Norm" in type(child).__name__]
 
 
+def leaf_names(module: nn.Module) -> set[str]:
+    """The last parts of the names of all modules inside: "q_proj" for "self_attn.q_proj"."""
+    return {name.rpartition(".")[2] for name, _ in module.named_modules()}
+
+
 def projection_widths(config: Any) -> tuple[int, int, int]:
     """Output features of the query, of the key and of the feed-forward projection: Q, KV, F.
 
