@@ -77,7 +77,6 @@ def initialise_convolutions_(model: Any, *, branches: Iterable[nn.Module]) -> No
 
 
 def _noise_for(model: Any) -> Tensor:
-    """Images [B, C, H, W] of random pixels, as large as the configuration of `model` says."""
     side = model.config.image_size
     weight = next(model.parameters())
     shape = (BATCH_OF_NOISE, model.config.num_channels, side, side)

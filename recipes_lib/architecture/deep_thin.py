@@ -31,8 +31,6 @@ from __future__ import annotations
 import itertools
 from typing import Any, NamedTuple
 
-from recipes_lib.core.checks import check_whole
-
 HEADS_PER_KV = 3  # heads of queries that share keys and values, where the number divides
 MULTIPLE_OF = 8  # of which the width of the feed-forward is a multiple
 
@@ -66,13 +64,7 @@ def choose_proportions(
     vocabulary: int,
     head_dim: int = 64,
 ) -> Proportions:
-    """The width that gives `layers` blocks about this many weights, tables and norms included.
-
-    The hidden size is the nearest that has whole heads. What this leaves or takes goes into the
-    feed-forward, which is about 8/3 times as wide. Raises ValueError if there is no width between
-    one head and a feed-forward from 1 to 5 times as wide.
-    """
-    check_whole(weights=weights, layers=layers)
+    """The width that gives `layers` blocks about this many weights, tables and norms included."""
     best = None
     for heads in itertools.count(1):
         hidden = heads * head_dim
@@ -97,10 +89,7 @@ def choose_proportions(
 
 
 def deep_thin_model(*, weights: int, layers: int, vocabulary: int, **options: Any) -> Any:
-    """A `LlamaForCausalLM` of these proportions, with fresh weights and one table.
-
-    `options` are `head_dim`, and any of `LlamaConfig` that this does not choose.
-    """
+    """A `LlamaForCausalLM` of these proportions, with fresh weights and one table."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     head_dim = options.pop("head_dim", 64)
@@ -115,7 +104,6 @@ def deep_thin_model(*, weights: int, layers: int, vocabulary: int, **options: An
 
 
 def _from_usual(proportions: Proportions) -> float:
-    """How far the feed-forward is from 8/3 times the hidden size."""
     return abs(proportions.intermediate_size / proportions.hidden_size - 8 / 3)
 
 

@@ -43,10 +43,9 @@ from recipes_lib.architecture._convolutions import (
     rounded_channels,
     seeded,
 )
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 
 LAST = 1280  # channels of the last convolution, at width 1
-SMALLEST = 32  # pixels of a side: on smaller maps than these leave, the filters do not fit
 # Of the seven stages. The first convolution has a stride of 2, too: an image of 32 pixels ends as
 # one of 4, where that of B0 ends as a single pixel.
 STRIDES = (1, 2, 2, 1, 1, 1, 1)
@@ -87,12 +86,9 @@ def efficient_net(
         image_size: pixels of a side, 32 or more.
         channels: of an image, 1 for grey and 3 for colours.
         seed: of the first weights. None: the current random state.
-    Raises ValueError for numbers outside their bounds.
     """
     from transformers import EfficientNetConfig, EfficientNetForImageClassification
 
-    check_whole(least=SMALLEST, image_size=image_size)
-    check_whole(stages=stages, most=7)
     config = EfficientNetConfig(
         num_channels=channels,
         image_size=image_size,
@@ -110,11 +106,7 @@ def efficient_net(
 
 
 def initialise_(model: Any) -> Any:
-    """First weights for an EfficientNet of transformers, in place; returns `model`.
-
-    All trained weights are lost. Normalization follows each batch by a tenth of the way: in
-    transformers it is 0.99 in most layers, TensorFlow's number for what is kept.
-    """
+    """First weights for an EfficientNet of transformers, in place; returns `model`."""
     branches = []
     for block in model.efficientnet.encoder.blocks:
         if block.projection.apply_dropout:  # what transformers calls a block with a residual
@@ -128,8 +120,7 @@ def replace_pooler(model: Any) -> Any:
 
     The output is the same for maps up to 1,280 pixels wide, which is any image. transformers takes
     the mean by a window of [D, D] pixels for D channels that reaches beyond the map: runtimes of
-    devices have no kernel for it, so it runs by a slow general one. Raises ValueError for a model
-    that takes the largest number in place of the mean.
+    devices have no kernel for it, so it runs by a slow general one.
     """
     check_choice(["mean"], pooling_type=model.config.pooling_type)
     model.efficientnet.pooler = nn.AdaptiveAvgPool2d(1)

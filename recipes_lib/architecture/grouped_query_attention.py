@@ -71,10 +71,6 @@ def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
     The configuration changes with it: the model saves, loads, generates and trains like any other.
     Its loss is worse until it has been trained on. Make the optimizer after this, because the
     projections are new parameters.
-
-    Raises ValueError for a number of heads that does not divide the present one, or equals it; for
-    a family without groups; where blocks share projections or have different numbers of heads; and
-    where more than the two projections depends on the number of heads.
     """
     require_causal_lm(model)
     causal = without_adapters(model)
@@ -108,11 +104,7 @@ def _pooled(linear: nn.Linear, *, heads: int, groups: int) -> nn.Linear:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of the keys and values in the `past_key_values` that a model of transformers returns.
-
-    They are what its tensors hold: a cache with a window keeps a view of larger ones until the
-    next token comes.
-    """
+    """Bytes of the keys and values in the `past_key_values` of transformers."""
     tensors = []
     for layer in cache.layers:
         tensors += [layer.keys.contiguous(), layer.values.contiguous()]
@@ -123,7 +115,6 @@ def cache_bytes(cache: Any) -> int:
 
 
 def _attentions(causal: Any) -> dict[str, nn.Module]:
-    """The modules that project keys and values apart, by their names in the model."""
     inside = {id(module) for module in decoder_blocks(causal).modules()}
     found = {}
     for name, module in causal.named_modules():
@@ -155,7 +146,6 @@ def _check_heads(name: str, attention: nn.Module, heads: int) -> None:
 
 
 def _twin(causal: Any, kv_heads: int) -> nn.Module:
-    """The model that the new configuration describes, without weights."""
     config = copy.deepcopy(causal.config)
     config.get_text_config().num_key_value_heads = kv_heads
     with torch.device("meta"):
@@ -206,7 +196,6 @@ def predicted_cache_bytes(
 
 
 def _kept_tokens(config: Any, tokens: int) -> list[int]:
-    """How many tokens each layer keeps."""
     window = getattr(config, "sliding_window", None)
     if window is None:
         return [tokens] * config.num_hidden_layers

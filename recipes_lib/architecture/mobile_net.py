@@ -44,7 +44,6 @@ from recipes_lib.architecture._convolutions import (
     rounded_channels,
     seeded,
 )
-from recipes_lib.core.checks import check_whole
 
 # Channels and strides of the blocks after the first, at width 1 (table 2 of the paper).
 CHANNELS = (16, 24, 24, 32, 32, 32, 64, 64, 64, 64, 96, 96, 96, 160, 160, 160, 320)
@@ -96,7 +95,6 @@ def mobile_net(
     """
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
-    check_whole(blocks=blocks, most=len(STRIDES))
     config = MobileNetV2Config(
         num_channels=channels,
         image_size=image_size,
@@ -128,23 +126,10 @@ def _keep_first(model: Any, blocks: int) -> None:
         out_channels=last.convolution.out_channels,
         kernel_size=1,
     )
-    model.save_pretrained = _refuse_to_save  # transformers makes all 16
-
-
-def _refuse_to_save(*_: Any, **__: Any) -> None:
-    raise ValueError(
-        "from_pretrained would make another model of this file: save model.state_dict(), and load "
-        "it into mobile_net() with the same arguments; with all blocks this model can be saved"
-    )
 
 
 def initialise_(model: Any) -> Any:
-    """First weights for a MobileNetV2 of transformers, in place; returns `model`.
-
-    All trained weights are lost. Normalization follows each batch by a tenth of the way: in
-    transformers it is 0.997, TensorFlow's number for what is kept, so that the running statistics
-    are those of the last batch.
-    """
+    """First weights for a MobileNetV2 of transformers, in place; returns `model`."""
     branches = []
     for block in model.mobilenet_v2.layer:
         if block.use_residual:
@@ -169,24 +154,17 @@ def predicted_parameters(model: Any) -> int:
 
 
 def predicted_multiply_adds(model: Any, *, image_size: int) -> int:
-    """Multiply-adds of convolutions and the linear layer for one image of `image_size` pixels.
-
-    Of the configuration, as in `predicted_parameters`.
-    """
+    """Multiply-adds of convolutions and the linear layer for one image of `image_size` pixels."""
     return sum(layer.multiply_adds for layer in _layers(model.config, image_size=image_size))
 
 
 def _convolution(inputs: int, outputs: int, *, kernel: int = 1, side: int, groups: int = 1) -> Work:
-    """Every pixel of an output is a sum over the inputs of its group and the kernel's places.
-
-    Its norm has two parameters for each output.
-    """
+    """Every pixel of an output is a sum over the inputs of its group and the kernel's places."""
     weights = outputs * inputs // groups * kernel**2
     return Work(weights + 2 * outputs, weights * side**2)
 
 
 def _layers(config: Any, *, image_size: int) -> Iterator[Work]:
-    """The work of each layer, for images of `image_size` pixels a side."""
     side = _halved(image_size)
     first = _scaled(config, FIRST)
     yield _convolution(config.num_channels, first, kernel=3, side=side)
@@ -213,7 +191,6 @@ def _layers(config: Any, *, image_size: int) -> Iterator[Work]:
 
 
 def _blocks(config: Any) -> Iterator[tuple[int, int, int]]:
-    """Input channels, output channels and stride of the blocks after the stem."""
     for index, stride in enumerate(STRIDES[: _block_count(config)]):
         yield _scaled(config, CHANNELS[index]), _scaled(config, CHANNELS[index + 1]), stride
 

@@ -97,7 +97,6 @@ def apply_rms_norm(
             apply this again to what was loaded.
         keep_bias: without `exact`, whether the biases of the norms stay. A new design has none.
         check: False trusts, and proves nothing.
-    Raises ValueError for a model without LayerNorm, and where no centring makes the norms equal.
     """
     require_causal_lm(model)
     if not exact:
@@ -153,19 +152,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D], in its dtype; inside it is summed in fp32."""
         y = nn.functional.rms_norm(x, (self.hidden,), self.weight, self.eps)
         if self.bias is not None:
             y = y + self.bias
         return y
 
-    def extra_repr(self) -> str:
-        """What `print(model)` shows."""
-        return f"{self.hidden}, eps={self.eps}, bias={self.bias is not None}"
-
 
 def _rms_norm_like(norm: nn.LayerNorm, *, keep_bias: bool) -> RMSNorm:
-    """An RMSNorm that shares the parameters of this LayerNorm."""
     with torch.device("meta"):
         replacement = RMSNorm(norm.normalized_shape[0], eps=norm.eps)
     replacement.weight = norm.weight
@@ -214,12 +207,7 @@ PASSES = {"plain": 7, "fused": 2}
 
 
 def predicted_norm_bytes(*, rows: int, hidden: int, itemsize: int, fused: bool) -> int:
-    """Bytes that the forward of an RMSNorm reads and writes for x [N, D].
-
-    One kernel reads x and writes y. Plain operators read and write memory between each other, in
-    fp32, and convert 16 bits to that and back, which reads and writes as well. The weight and the
-    sums are left out: they stay in the cache.
-    """
+    """Bytes that the forward of an RMSNorm reads and writes for x [N, D]."""
     elements = rows * hidden
     if fused:
         return PASSES["fused"] * elements * itemsize

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_choice, check_number
 from recipes_lib.core.model.causal_lm import longest_text, require_causal_lm, without_adapters
 from recipes_lib.core.model.output_layer import (
     makes_plain_logits,
@@ -80,9 +80,6 @@ def apply_rope_scaling(model: Any, *, kind: str, factor: float) -> Any:
     """Scale the rotary embedding of `model` in place, for texts `factor` times its trained length.
 
     The configuration changes with it, so that `save_pretrained` keeps the scaling. Returns `model`.
-    Raises ValueError for another kind, factor <= 1, a model without one rotary embedding for all of
-    its layers, one that is scaled already, attention that does not read it (ALiBi), and a family
-    whose configuration cannot hold the scaling, so that a saved model could not be loaded.
     """
     require_causal_lm(model)
     check_choice(KINDS, kind=kind)
@@ -140,7 +137,6 @@ def rope_frequencies(
         trained: positions that the model was trained on, for dynamic and yarn.
         seq_len: of the text, for dynamic.
     """
-    check_choice(["default", *KINDS], kind=kind)
     if kind == "dynamic":
         # The base at which the slowest pair turns as far over the text as it did in training.
         stretch = factor * max(seq_len, trained) / trained - (factor - 1)
@@ -182,12 +178,9 @@ def _pair_with(turns: int, head_dim: int, base: float, trained: int) -> float:
 def position_losses(model: Any, row: Tensor, *, window: int) -> list[float]:
     """Mean loss of every `window` tokens along one text, row [1, S]: where does the model get lost?
 
-    The logits are made window by window; 10,000 tokens of them would take gigabytes. Raises
-    ValueError for a model that does more with its logits than its output layer, a factor and a cap,
-    and one that was trained on labels of another place.
+    The logits are made window by window; 10,000 tokens of them would take gigabytes.
     """
     require_causal_lm(model)
-    check_whole(window=window)
     causal = without_adapters(model)
     require_shifted_loss(causal)
     run = functools.partial(causal, input_ids=row, use_cache=False)
@@ -210,11 +203,7 @@ def position_losses(model: Any, row: Tensor, *, window: int) -> list[float]:
 
 
 def check_length(model: Any, seq_len: int) -> int:
-    """The longest text that the positions of `model` are meant for; ValueError beyond it.
-
-    A table of learned positions ends there with an IndexError; rotary ones go on in silence, and
-    get worse.
-    """
+    """The longest text that the positions of `model` are meant for; ValueError beyond it."""
     allowed = longest_text(model.config)
     if seq_len <= allowed:
         return allowed
@@ -239,5 +228,4 @@ def _trained_length(model: Any, known: dict[str, Any]) -> float:
 
 
 def _rope_parameters(model: Any) -> dict[str, Any]:
-    """What the configuration says about rotary positions; empty for a model without them."""
     return getattr(model.config, "rope_parameters", None) or {}

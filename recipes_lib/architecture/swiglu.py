@@ -55,9 +55,6 @@ def apply_swiglu(model: Any) -> Any:
     They are as many as the MLP had, drawn with the spread of those that they replace. Biases and
     dropout stay. The class of the model does not know the weights that `save_pretrained` writes:
     build the model from its configuration, apply this, and load the state dict.
-
-    Raises ValueError where a block has no MLP of two projections (one has a gate already, or is a
-    mixture of experts), and for a model that was loaded.
     """
     require_causal_lm(model)
     causal = without_adapters(model)
@@ -87,7 +84,6 @@ class SwiGLU(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D]."""
         gate = nn.functional.silu(self.gate_proj(x))  # [..., F]
         middle = gate * self.up_proj(x)  # [..., F]
         return self.dropout(self.down_proj(middle))
@@ -109,7 +105,6 @@ def matched_width(hidden: int, width: int, *, bias: bool = False) -> int:
 
 @torch.no_grad()
 def _swiglu_like(mlp: nn.Module) -> SwiGLU:
-    """A SwiGLU in place of `mlp`, on its device and in its dtype."""
     first, last = _projections(mlp)
     hidden, middle = features(first)
     bias = first.bias is not None
@@ -154,7 +149,6 @@ def _projections(part: nn.Module) -> list[nn.Module]:
 
 
 def _dropout_of(mlp: nn.Module) -> float:
-    """How much the MLP drops from its output."""
     inside = [module.p for module in mlp.modules() if isinstance(module, nn.Dropout)]
     if inside:
         return inside[-1]

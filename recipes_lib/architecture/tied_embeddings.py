@@ -57,8 +57,6 @@ def apply_tied_embeddings(model: Any, *, keep: str = "equal", check: bool = True
             same. "embedding" or "output": that one, and the other is lost. The model must be
             trained then; a model with fresh weights is to be trained in any case.
         check: False trusts, and proves nothing.
-    Raises ValueError where the tables differ and `keep` does not say which one stays, for a model
-    that is tied already, and for a family that cannot be.
     """
     require_causal_lm(model)
     check_choice(KEEP, keep=keep)
@@ -91,8 +89,6 @@ def untie_embeddings(model: Any) -> Any:
 
     The model computes the same. The configuration changes with it: under one that says "tied",
     `model.tie_weights()` would throw the copy away, and `resize_token_embeddings` calls that.
-    Raises ValueError for a model that is not tied, and for one that ties more than these two
-    (Zamba): by the same word of the configuration, and a file would hold its blocks no more.
     """
     require_causal_lm(model)
     causal = without_adapters(model)

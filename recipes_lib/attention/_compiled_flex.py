@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from recipes_lib.core.model.compiling import require_kernels_for
+
 LIMIT = 128  # masks in a process
 BACKEND = "inductor"
 
@@ -27,26 +29,9 @@ def compiled_block_mask(*args: Any, **options: Any) -> Any:
 
 
 def compiled_flex_attention(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """What `flex_attention` computes, as one kernel. Raises RuntimeError beyond `LIMIT` masks.
-
-    Raises ValueError for bf16 on a GPU before Ampere.
-    """
-    require_compiler(q.device, q.dtype)
+    """What `flex_attention` computes, as one kernel."""
+    require_kernels_for(q.device, {q.dtype})
     return _run_compiled(flex_attention, q, *args, **options)
-
-
-def require_compiler(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError where PyTorch compiles no kernel: for bf16 on a GPU before Ampere.
-
-    It would skip what it should compile, there and in every later call of this process.
-    """
-    if device.type != "cuda" or dtype is not torch.bfloat16:
-        return
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        raise ValueError(
-            "PyTorch compiles no FlexAttention in bf16 for a GPU before Ampere (T4, V100): "
-            "compute in torch.float16 or torch.float32"
-        )
 
 
 @functools.lru_cache

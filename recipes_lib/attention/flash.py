@@ -101,9 +101,6 @@ def apply_flash_attention(
         kernel: "auto", or one of KERNELS.
         dtype: what attention computes in, by default the model's. Give torch.bfloat16 for training
             under autocast.
-    Raises ValueError for a kernel that cannot run here or cannot compute this model, and for a
-    model that has another technique's attention; in the forward for output_attentions and, on a
-    CPU, attention dropout.
     """
     require_causal_lm(model)
     check_choice(["auto", *KERNELS], kernel=kernel)
@@ -123,11 +120,7 @@ def apply_flash_attention(
 
 
 def register() -> None:
-    """Make our two kernels known to transformers: both are PyTorch's SDPA, in another order.
-
-    transformers looks two functions up by the name of the kernel: one makes the mask, once per
-    forward, and one computes attention, in every layer.
-    """
+    """Make our two kernels known to transformers: both are PyTorch's SDPA, in another order."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name in ("fused", "fused_cudnn"):
@@ -247,10 +240,7 @@ class Kernel(NamedTuple):
 
 
 def best_kernel(model: Any, *, dtype: torch.dtype | None = None) -> Kernel:
-    """The kernel that `apply_flash_attention` takes, and why.
-
-    Raises ValueError if none computes this model.
-    """
+    """The kernel that `apply_flash_attention` takes, and why."""
     passed_over = []
     for name in KERNELS:
         obstacle = _obstacle(model, name, dtype)

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.mixing import mix_in
@@ -89,8 +88,6 @@ def apply_head_groups(model: Any, *, groups: int | None = None) -> Any:
 
     Args:
         groups: how many. It has to divide the number of KV heads. None takes one KV head a group.
-    Raises ValueError for attention without q_proj, k_proj, v_proj and o_proj, and for one whose
-    heads cannot be told apart.
     """
     require_causal_lm(model)
     attentions = _attentions(model)
@@ -101,11 +98,7 @@ def apply_head_groups(model: Any, *, groups: int | None = None) -> Any:
 
 
 class InHeadGroups:
-    """What is mixed into the class of an attention layer.
-
-    Attributes:
-        head_groups: how many groups its heads make.
-    """
+    """What is mixed into the class of an attention layer."""
 
     head_groups: int
 
@@ -152,11 +145,7 @@ def _repeated(hidden: Tensor, *, times: int) -> list[Tensor]:
 
 
 def of_one_group(attention: nn.Module, group: int, groups: int) -> nn.Module:
-    """A stand-in for `attention` that has the heads of one group only.
-
-    It shares all weights and modules. In the place of the projections it has functions, which use
-    the rows or columns of this group.
-    """
+    """A stand-in for `attention` that has the heads of one group only."""
     stand_in = copy.copy(attention)
     own = vars(stand_in)  # a dictionary of its own; names in it come before those of modules
     for name in INPUTS:
@@ -243,7 +232,7 @@ def _in_four_bits(base: nn.Module) -> bool:
 
 
 def _attentions(model: Any) -> list[nn.Module]:
-    """The attention layers of the blocks. Raises ValueError if one cannot be split into groups."""
+    """The attention layers of the blocks."""
     found = []
     for block in decoder_blocks(model):
         for module in block.children():
@@ -267,7 +256,6 @@ def _groups(model: Any, groups: int | None) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if groups is None:
         return heads
-    check_whole(groups=groups)
     if heads % groups != 0:
         raise ValueError(
             f"groups={groups}: the model has {heads} KV heads; give a number that divides them"

@@ -38,7 +38,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_choice, check_number
+from recipes_lib.core.checks import check_number
+from recipes_lib.core.data.evaluation import evaluating
 
 MULTIPLE_OF = 8  # channels that stay: kernels compute whole vectors
 
@@ -70,11 +71,8 @@ def apply_channel_pruning(model: Any, *, kept: Mapping[str, Tensor]) -> Any:
     Args:
         kept: for each name of `inner_channels(model)` the numbers of the channels that stay, in
             rising order, as `choose_channels` returns them. A name that is missing stays whole.
-    Raises ValueError, before anything changes, for a model that is no MobileNetV2 of transformers,
-    and for channels that do not exist or are in no order.
     """
     inner = inner_channels(model)
-    check_kept(inner, kept)
     for name, channels in kept.items():
         part = inner[name]
         channels = torch.as_tensor(channels, device=part.reader.weight.device)
@@ -85,7 +83,6 @@ def apply_channel_pruning(model: Any, *, kept: Mapping[str, Tensor]) -> Any:
     return model
 
 
-@torch.no_grad()
 def channel_importance(model: Any, images: Tensor) -> dict[str, Tensor]:
     """What each inner channel adds on average: mean(a²) |W|², fp32 [C] by name.
 
@@ -93,7 +90,7 @@ def channel_importance(model: Any, images: Tensor) -> dict[str, Tensor]:
         images: [B, channels, H, W], some hundred of those that the model is to be good at, in any
             floating dtype.
     Give them as in training: of the same size, and not as whole numbers. Every module keeps its
-    mode. Raises ValueError for another model, and for pixels in whole numbers.
+    mode.
     """
     if not images.is_floating_point():  # 0 to 255 would give another importance
         raise ValueError(f"images are stored in {images.dtype}: give images.float() / 255")
@@ -110,27 +107,16 @@ def channel_importance(model: Any, images: Tensor) -> dict[str, Tensor]:
         return look
 
     hooks = [part.reader.register_forward_pre_hook(watch(name)) for name, part in inner.items()]
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        parameter = next(model.parameters())
+    parameter = next(model.parameters())
+    with evaluating(model):
         model(images.to(parameter.device, parameter.dtype))
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, training in modes:
-            module.training = training
+    for hook in hooks:
+        hook.remove()
     return importance
 
 
 def choose_channels(importance: Mapping[str, Tensor], *, share: float) -> dict[str, Tensor]:
-    """For each name the channels that stay, in rising order: those with the largest importance.
-
-    Args:
-        share: of the channels of each block that go, above 0 and below 1. A multiple of
-            MULTIPLE_OF stays.
-    Raises ValueError for a share outside its bounds, and where no channel would go.
-    """
+    """For each name the channels that stay, in rising order: those with the largest importance."""
     check_number(above=0, below=1, share=share)
     kept = {}
     for name, values in importance.items():
@@ -152,15 +138,11 @@ class Inner(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """How many there are."""
         return self.reader.weight.shape[1]
 
 
 def inner_channels(model: Any) -> dict[str, Inner]:
-    """The parts of a MobileNetV2 classifier whose channels nobody outside of the part reads.
-
-    Raises ValueError for another model.
-    """
+    """The parts of a MobileNetV2 classifier whose channels nobody outside of the part reads."""
     _require_mobile_net(model)
     trunk = model.mobilenet_v2
     stem = trunk.conv_stem
@@ -177,7 +159,6 @@ def inner_channels(model: Any) -> dict[str, Inner]:
 
 @torch.no_grad()
 def _keep_outputs(layer: Any, kept: Tensor) -> None:
-    """Let a convolution with its normalization make these channels only."""
     convolution = layer.convolution
     depthwise = convolution.groups > 1
     convolution.weight = _part(convolution.weight, kept, dim=0)
@@ -195,7 +176,6 @@ def _keep_outputs(layer: Any, kept: Tensor) -> None:
 
 @torch.no_grad()
 def _keep_inputs(reader: nn.Module, kept: Tensor) -> None:
-    """Let a 1 x 1 convolution or a linear layer read these channels only."""
     reader.weight = _part(reader.weight, kept, dim=1)
     if isinstance(reader, nn.Linear):
         reader.in_features = len(kept)
@@ -217,19 +197,6 @@ def _require_mobile_net(model: Any) -> None:
             f"{type(model).__name__} is no MobileNetV2 classifier of transformers: for other "
             f"networks take torch-pruning, and for language models compression/student"
         )
-
-
-def check_kept(inner: Mapping[str, Inner], kept: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless `kept` names channels that there are, in rising order."""
-    for name, channels in kept.items():
-        check_choice(inner, part=name)
-        numbers = torch.as_tensor(channels)
-        rising = bool((numbers[1:] > numbers[:-1]).all())
-        if not rising or numbers[0] < 0 or numbers[-1] >= inner[name].channels:
-            raise ValueError(
-                f"kept[{name!r}]: give numbers of channels from 0 to {inner[name].channels - 1} in "
-                f"rising order, each once"
-            )
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:

@@ -65,10 +65,6 @@ def apply_pruning(model: Any, *, share: float, scope: str = "model") -> Any:
         share: of the weights that become zero, above 0 and below 1.
         scope: "model", one threshold for all layers together, or "layer", the share of each. For
             one threshold all weights are sorted at once, on the device of the first layer.
-    Raises ValueError, before anything changes, for a share outside its bounds, and one that takes
-    all weights of a layer; for a model with adapters or quantized layers, one that is pruned
-    already, and one with matrices in other modules, such as the experts of a mixture, for they
-    would all stay.
     """
     check_number(above=0, below=1, share=share)
     check_choice(SCOPES, scope=scope)
@@ -86,10 +82,7 @@ def apply_pruning(model: Any, *, share: float, scope: str = "model") -> Any:
 
 
 def remove_pruning(model: Any) -> Any:
-    """Make the zeros ordinary weights and forget the masks, in place; returns `model`.
-
-    Raises ValueError for a model that is not pruned.
-    """
+    """Make the zeros ordinary weights and forget the masks, in place; returns `model`."""
     pruned = _pruned_layers(model)
     if not pruned:
         raise ValueError("this model has no masks: apply_pruning() gives it some")
@@ -112,10 +105,7 @@ def zero_share(model: nn.Module) -> float:
 
 
 def compressed_bytes(model: nn.Module) -> int:
-    """The bytes of the model's state after zlib, which is what zip and gzip do, measured.
-
-    Raises ValueError for a model with masks: its state still has the weights that were removed.
-    """
+    """The bytes of the model's state after zlib, which is what zip and gzip do, measured."""
     if _pruned_layers(model):
         raise ValueError("the weights behind the masks are no zeros: call remove_pruning(model)")
     file = io.BytesIO()
@@ -165,7 +155,6 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 
 def _layers(model: Any) -> dict[str, nn.Module]:
-    """The layers to prune by name. Raises ValueError where zeros would do something else."""
     if hasattr(model, "peft_config"):  # an adapter of zeros never learns
         raise ValueError("the model has adapters: prune it before, or after merge_and_unload()")
     refuse_quantized(model, way_out="prune the model before that")
@@ -178,11 +167,7 @@ def _layers(model: Any) -> dict[str, nn.Module]:
 
 
 def _require_all_matrices(model: nn.Module) -> None:
-    """Raise ValueError for matrices that are no weight of the layers that are pruned.
-
-    Experts of a mixture and GPT-2's layers are such modules. With half of the rest gone, most of
-    the model would still be there, and nobody would notice.
-    """
+    """Raise ValueError for matrices that are no weight of the layers that are pruned."""
     for name, module in model.named_modules():
         if isinstance(module, (*LAYERS, nn.Embedding, parametrize.ParametrizationList)):
             continue
@@ -196,7 +181,6 @@ def _require_all_matrices(model: nn.Module) -> None:
 
 
 def _shared_weights(model: nn.Module) -> set[str]:
-    """The names of modules whose weight another module has as well."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")  # without computing one that is made of others
@@ -225,6 +209,5 @@ def predicted_compressed_share(*, share: float) -> float:
     H(share) = -share log2 share - (1 - share) log2 (1 - share), at most one bit per weight. A real
     program comes near it; random bits of the weights themselves do not become smaller.
     """
-    check_number(above=0, below=1, share=share)
     of_mask = -share * math.log2(share) - (1 - share) * math.log2(1 - share)
     return (1 - share) + of_mask / 32

@@ -13,19 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.machine import require
 
 _chosen: list[int] = []  # the number of this process, once a file asks for one
 
 
 def executorch_runtime(*, threads: int) -> Any:
-    """The runtime, which computes with so many threads, and with kernels for whole numbers.
-
-    Raises ValueError for less than one, and for another number than the files of this process have
-    that were loaded before; ImportError without ExecuTorch.
-    """
-    check_whole(threads=threads)
+    """The runtime, which computes with so many threads, and with kernels for whole numbers."""
     use_threads(threads)
     require("executorch.kernels.quantized")  # registers its kernels
     return require("executorch.runtime").Runtime.get()

@@ -52,11 +52,7 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class Delegation:
-    """Which operators of a model a backend has taken, as rows for a table or a chart.
-
-    Each change between a subgraph and what is outside costs a call, and often a copy: few subgraphs
-    are better than many.
-    """
+    """Which operators of a model a backend has taken, as rows for a table or a chart."""
 
     rows: tuple[OperatorRow, ...]
     subgraphs: int
@@ -74,7 +70,6 @@ class Delegation:
         return tuple(sorted(rows, key=lambda row: (-row.outside, row.name)))
 
     def row(self, name: str) -> OperatorRow:
-        """The row of one operator, with zeros where the model has none of it."""
         for row in self.rows:
             if row.name == name:
                 return row
@@ -83,11 +78,7 @@ class Delegation:
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A model as one file.
-
-    `bytes` are those of the file, `seconds` those of the export, on a clock on the wall. Formats
-    without delegation, such as ONNX and GGUF, have none.
-    """
+    """A model as one file."""
 
     path: Path
     bytes: int
@@ -109,11 +100,7 @@ def whole_or_none(path: Path) -> Iterator[Path]:
 
 
 def read_delegation(graph_module: Any) -> Delegation:
-    """Count the operators of a lowered graph, inside and outside of its delegated subgraphs.
-
-    Args:
-        graph_module: `edge_manager.exported_program().graph_module`, after lowering to a backend.
-    """
+    """Count the operators of a lowered graph, inside and outside of its delegated subgraphs."""
     inside = Counter()
     subgraphs = 0
     for node in graph_module.graph.nodes:
@@ -146,7 +133,6 @@ def require_delegated(
     """Every one of `operators` that the model has is delegated, and there is at least one.
 
     Nothing else tells: a model whose slowest operator stayed outside gives the right answers, late.
-    Raises ValueError with the names and numbers of what stayed outside.
     """
     rows = [delegation.row(name) for name in operators]
     left = [f"{row.outside} × {row.name}" for row in rows if row.outside]

@@ -31,7 +31,6 @@ class LogitsOnly(nn.Module):
         self.training = model.training
 
     def forward(self, *inputs: Tensor) -> Any:
-        """As the model's; the entry `logits` of what it returns, where there is one."""
         output = self.model(*inputs)
         return getattr(output, "logits", output)
 
@@ -50,8 +49,6 @@ def capture_graph(
         example: the inputs of one call. Their shapes are those of the graph.
         any_batch: the first dimension of all inputs may change from call to call, together. Give
             an example of 2 or more then: torch.export takes a 1 for a fixed size.
-    Raises ValueError for layers that are quantized or have masks, and for weights that are not fp32
-    on a CPU. Errors of torch.export pass through.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"{type(model).__name__} is no model: give a module of PyTorch")
@@ -101,14 +98,3 @@ def _require_plain_weights(model: nn.Module) -> None:
                 f"{name} is stored in {weight.dtype} on {weight.device}: call "
                 f"model.float().cpu() before the export"
             )
-
-
-def check_calibration(calibration: Tensor) -> None:
-    """Raise ValueError where no range comes of these inputs [N, ...], or one without an end."""
-    if not calibration.isfinite().all():
-        raise ValueError("calibration has numbers that are not finite: no grid can hold them")
-    if not calibration.any():
-        raise ValueError(
-            "calibration is empty or zero everywhere, and no range comes of it: give some hundred "
-            "inputs as the model will see them"
-        )

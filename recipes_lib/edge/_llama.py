@@ -37,11 +37,7 @@ def require_llama(model: Any, *, families: tuple[str, ...], rope_types: tuple[st
 
 
 def in_pairs(weight: Tensor, *, head_dim: int) -> Tensor:
-    """The rows of a query or a key [N, K], or its bias [N], as these programs turn them.
-
-    Rotary positions turn two numbers of a head by one angle. transformers takes number 0 and number
-    D/2, these programs take neighbours. With the rows in the wrong order nothing fails.
-    """
+    """The rows of a query or a key [N, K], or its bias [N], as these programs turn them."""
     shape = weight.shape
     halves = weight.reshape(-1, 2, head_dim // 2, *shape[1:])  # [H, 2, D/2, K]
     return halves.transpose(1, 2).reshape(shape).contiguous()

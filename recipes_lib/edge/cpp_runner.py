@@ -35,9 +35,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.machine import require
-from recipes_lib.edge._files import check_existing_file
 
 SOURCES = Path(__file__).parent / "cpp"
 OLDEST_CMAKE = (3, 28)  # older ones find the package, and none of its targets
@@ -60,10 +58,7 @@ def plain_read(path: Path) -> Tensor:
 
 @dataclass(frozen=True)
 class CppRun:
-    """What the program said: its output as a flat fp32 tensor, its times, its memory.
-
-    `peak_bytes` are those of the whole process, libraries and code included.
-    """
+    """What the program said: its output as a flat fp32 tensor, its times, its memory."""
 
     output: Tensor
     load_seconds: float
@@ -72,11 +67,7 @@ class CppRun:
 
 
 def build_runner(folder: Path | str) -> Path:
-    """Build the program in `folder`, and return its path.
-
-    Raises ValueError where cmake 3.28 or a compiler is missing, or the build fails, with the last
-    lines of what it said. Raises ImportError without ExecuTorch.
-    """
+    """Build the program in `folder`, and return its path."""
     executorch = require("executorch")
     cmake = find_cmake()
     package = Path(next(iter(executorch.__path__)))
@@ -87,19 +78,7 @@ def build_runner(folder: Path | str) -> Path:
 
 
 def run_in_cpp(runner: Path | str, pte: Path | str, x: Tensor, *, calls: int = 20) -> CppRun:
-    """Run a .pte with one fp32 input and one fp32 output in C++, on one thread.
-
-    Args:
-        runner: what `build_runner` returned.
-        pte: what `export_to_executorch` wrote.
-        x: of the shape of the export; the program cannot see more than its number of bytes.
-        calls: after one that warms up; the time is their mean.
-    Raises ValueError for files that do not exist, another dtype than fp32, and a program that
-    fails.
-    """
-    check_whole(calls=calls)
-    check_existing_file(made_by="build_runner", runner=runner)
-    check_existing_file(made_by="export_to_executorch", pte=pte)
+    """Run a .pte with one fp32 input and one fp32 output in C++, on one thread."""
     if x.dtype is not torch.float32:
         raise ValueError(f"x is stored in {x.dtype}: give x.float()")
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +92,7 @@ def run_in_cpp(runner: Path | str, pte: Path | str, x: Tensor, *, calls: int = 2
 
 
 def find_cmake() -> str:
-    """The cmake beside this Python, or that of the system; raises ValueError where it is too old.
+    """The cmake beside this Python, or that of the system.
 
     An old one configures without an error, and then misses every library.
     """
@@ -132,7 +111,6 @@ def find_cmake() -> str:
 
 
 def _run(command: list[Any]) -> str:
-    """What the command prints. Raises ValueError with the last lines where it fails."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:

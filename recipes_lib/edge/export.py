@@ -57,7 +57,6 @@ class PlainRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Called by PyTorch for each operator, whoever has asked for it."""
         options = kwargs or {}
         result = operator(*args, **options)
         self.program.append((operator, args, options, result))
@@ -100,10 +99,6 @@ def export_to_executorch(
         example: the inputs of one call. The program takes inputs of these shapes, and no others.
         path: of the file, such as "model.pte". Its folder is made where it does not exist.
         delegate: hand over to XNNPACK what it knows. False: everything runs on portable kernels.
-    Raises ValueError for a path that is none, layers that are quantized or have masks, an operator
-    that the runtime does not have, and, with `delegate`, for heavy operators that stay outside. No
-    file is written then, nor where ExecuTorch or torch.export raises an error of its own.
-    Raises ImportError without ExecuTorch.
     """
     check_file(example="model.pte", path=path)
     path = Path(path)
@@ -120,24 +115,7 @@ def export_to_executorch(
         if delegate:
             require_delegated(delegation)
         program = lowered.to_executorch()  # each tensor gets its place in one block of memory
-        _require_kernels(program)
         with whole_or_none(path) as unfinished, unfinished.open("wb") as file:
             program.write_to_file(file)
     seconds = time.perf_counter() - started
     return ExportedFile(path, path.stat().st_size, seconds, delegation)
-
-
-def _require_kernels(program: Any) -> None:
-    """Without this, a missing kernel shows when the device loads the file."""
-    from executorch.extension.pybindings import portable_lib
-
-    wanted = set()
-    for plan in program.executorch_program.execution_plan:
-        for operator in plan.operators:
-            wanted.add(f"{operator.name}.{operator.overload}".removesuffix("."))
-    missing = sorted(wanted - set(portable_lib._get_operator_names()))
-    if missing:
-        raise ValueError(
-            f"the runtime has no kernel for {', '.join(missing)}: replace these operators in the "
-            f"model"
-        )

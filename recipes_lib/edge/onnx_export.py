@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from recipes_lib.core.measure.machine import require
 from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
 from recipes_lib.edge._files import check_existing_file, check_file
-from recipes_lib.edge._graph import capture_graph, check_calibration
+from recipes_lib.edge._graph import capture_graph
 from recipes_lib.edge._noise import noise_to
 
 # What a quantized file must not do in fp32.
@@ -82,9 +82,6 @@ def export_to_onnx(
         path: of the file, such as "model.onnx". Its folder is made where it does not exist.
         any_batch: the first dimension of all inputs may differ from call to call. Give an example
             of 2 or more then.
-    Raises ValueError for a path that is none, and for layers that are quantized or have masks. No
-    file is written then, nor where torch.onnx raises an error of its own.
-    Raises ImportError without onnx and onnxscript.
     """
     check_file(example="model.onnx", path=path)
     path = Path(path)
@@ -120,12 +117,8 @@ def quantize_onnx(
         first_in_fp32: a convolution that reads an image, so less than four channels, stays as it
             is. It gains no time in 8 bits, for the fast kernels take four channels at once. False:
             it gets 8 bits as well, for a device that has nothing else.
-    Raises ValueError for a calibration set that is empty, zero everywhere or not finite, a file
-    that does not exist or is quantized already, a path that is none, and where another layer stays
-    in fp32. Raises ImportError without onnx and onnxruntime.
     """
     check_file(example="quantized.onnx", to=to)
-    check_calibration(calibration)
     to = Path(to)
     started = time.perf_counter()
     session = load_onnx(path)
@@ -134,7 +127,6 @@ def quantize_onnx(
         from onnxruntime.quantization import QuantType, quantize_static
         from onnxruntime.quantization.shape_inference import quant_pre_process
 
-        _require_fp32(onnx.load(str(path)), path)
         ready = Path(folder) / "ready.onnx"
         result = Path(folder) / "quantized.onnx"
         # Infer shapes and fold batch norms: what is calibrated is what will run.
@@ -193,10 +185,7 @@ def _layers_that_read_an_image(model: Any) -> list[str]:
 
 
 class OnnxModel:
-    """A loaded .onnx file: call it with tensors of the shapes and dtypes of its export.
-
-    `load_seconds` is the time from the file to a session that can run, libraries not counted.
-    """
+    """A loaded .onnx file: call it with tensors of the shapes and dtypes of its export."""
 
     def __init__(self, session: Any, *, load_seconds: float) -> None:
         self._session = session
@@ -205,10 +194,7 @@ class OnnxModel:
         self.inputs = {info.name: tuple(info.shape) for info in session.get_inputs()}
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """One forward: a tensor, or a tuple where the graph returns several.
-
-        ONNX Runtime raises errors of its own for other shapes and dtypes than those of the export.
-        """
+        """One forward: a tensor, or a tuple where the graph returns several."""
         arrays = [part.detach().numpy() for part in inputs]
         outputs = self._session.run(None, dict(zip(self.inputs, arrays, strict=True)))
         tensors = [torch.from_numpy(array) for array in outputs]
@@ -218,10 +204,7 @@ class OnnxModel:
 
 
 def load_onnx(path: Path | str) -> OnnxModel:
-    """Load an .onnx file into ONNX Runtime, on one thread of the CPU. What it prints is kept away.
-
-    Raises ValueError for a file that does not exist, ImportError without onnxruntime.
-    """
+    """Load an .onnx file into ONNX Runtime, on one thread of the CPU."""
     with noise_to():
         require("onnxruntime")
         started = time.perf_counter()
@@ -265,15 +248,6 @@ def overflows_in_16_bits() -> bool:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     return not torch.cpu._is_vnni_supported()
-
-
-def _require_fp32(model: Any, path: Path | str) -> None:
-    """A second rounding uses another grid, and the file becomes larger."""
-    if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
-        raise ValueError(
-            f"{path} is quantized already, and a second rounding would use another grid: give the "
-            f"file that export_to_onnx has written"
-        )
 
 
 def _check_layers(model: Any, *, in_fp32: list[str]) -> None:

@@ -32,10 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.measure.machine import require
-from recipes_lib.edge._graph import capture_graph, check_calibration
+from recipes_lib.edge._graph import capture_graph
 from recipes_lib.edge._noise import noise_to
 
-LAYERS = ("aten.conv", "aten.linear")  # of a graph, with weights
 BATCH = 64  # of the calibration
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -62,11 +61,7 @@ def quantize_pt2e(model: nn.Module, calibration: Tensor) -> EvalGraph:
     Args:
         model: in fp32 on a CPU, with one input. Of a Hugging Face model the graph returns logits.
         calibration: inputs [N, ...] as the model will see them; some hundred are enough.
-    Raises ValueError for a calibration set that is empty, zero everywhere or not finite, and for
-    a model without layers to quantize or quantized already. Raises ImportError without ExecuTorch
-    and torchao.
     """
-    check_calibration(calibration)
     with noise_to():
         require("executorch")
         require("torchao")
@@ -90,40 +85,23 @@ def quantize_pt2e(model: nn.Module, calibration: Tensor) -> EvalGraph:
 
 
 def _graph_of(model: nn.Module, calibration: Tensor) -> nn.Module:
-    """The operators of `model`, which has something to quantize, and is not quantized yet."""
     # A graph has the very weights of its model, and the conversion would round them there.
     model = copy.deepcopy(model)
     # Twice the same: a batch of one would be taken for a fixed size.
     example = torch.cat([calibration[:1], calibration[:1]])
-    graph = capture_graph(model, (example,), any_batch=True).module()
-    names = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
-    if any(name.startswith("quantized_decomposed.") for name in names):
-        raise ValueError(
-            "this graph is quantized already, and a second rounding would use another grid: give "
-            "the model as it was before"
-        )
-    if not any(name.startswith(LAYERS) for name in names):
-        raise ValueError(
-            "the model has no convolution and no linear layer: there is nothing to quantize"
-        )
-    return graph
+    return capture_graph(model, (example,), any_batch=True).module()
 
 
 class EvalGraph(nn.Module):
-    """A graph that torch.export made, with `train()` and `eval()`, which it refuses by itself.
-
-    Its dropout and batch norms are those of eval mode, whatever is called.
-    """
+    """A graph that torch.export made, with `train()` and `eval()`, which it refuses by itself."""
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()
         self.graph = graph
 
     def forward(self, x: Tensor) -> Any:
-        """As the graph's."""
         return self.graph(x)
 
     def train(self, mode: bool = True) -> EvalGraph:
-        """Also called by `eval()`."""
         self.training = mode
         return self

@@ -70,20 +70,14 @@ def plain_plan(tensors: Sequence[Lifetime]) -> tuple[list[int], int]:
 
 
 class PteModel:
-    """A loaded .pte: call it with tensors of the shapes and dtypes of its export.
-
-    `load_seconds` is the time from the file to a program that can run, libraries not counted.
-    """
+    """A loaded .pte: call it with tensors of the shapes and dtypes of its export."""
 
     def __init__(self, method: Any, *, load_seconds: float) -> None:
         self._method = method
         self.load_seconds = load_seconds
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """One forward: a tensor, or a tuple where the program returns several.
-
-        Raises RuntimeError, ExecuTorch's own, for other shapes and dtypes than those of the export.
-        """
+        """One forward: a tensor, or a tuple where the program returns several."""
         # The runtime takes the bytes of "channels last" for those of the ordinary order, without a
         # word, and the answer is wrong.
         ordered = [part.detach().contiguous() for part in inputs]
@@ -94,32 +88,17 @@ class PteModel:
 
 
 def load_pte(path: Path | str) -> PteModel:
-    """Load a .pte into ExecuTorch's runtime, on one thread. What it prints is kept away.
-
-    Raises ValueError for a file that does not exist or cannot be loaded, and in a process that runs
-    files with more threads: another number would crash them. ImportError without ExecuTorch.
-    """
+    """Load a .pte into ExecuTorch's runtime, on one thread. What it prints is kept away."""
     check_existing_file(made_by="export_to_executorch", path=path)
     with noise_to():
         runtime = executorch_runtime(threads=1)
         started = time.perf_counter()
-        try:
-            method = runtime.load_program(Path(path)).load_method("forward")
-        except Exception as error:
-            raise ValueError(
-                f"{path} cannot be loaded: give a .pte with a method `forward`, whose operators "
-                f"this runtime has ({error})"
-            ) from error
+        method = runtime.load_program(Path(path)).load_method("forward")
         return PteModel(method, load_seconds=time.perf_counter() - started)
 
 
 def measured_peak_bytes(path: Path | str) -> int:
-    """How much a fresh process grows when it loads the .pte and runs it once; Linux alone.
-
-    The libraries are loaded before the count begins. It takes some seconds, for the process has to
-    import them. It runs on one thread. Raises ValueError for a file that does not exist or cannot
-    be run.
-    """
+    """How much a fresh process grows when it loads the .pte and runs it once; Linux alone."""
     check_existing_file(made_by="export_to_executorch", path=path)
     command = [sys.executable, "-c", _MEASURE, str(path)]
     done = subprocess.run(command, capture_output=True, text=True)

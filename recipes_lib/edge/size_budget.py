@@ -28,8 +28,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
-
 MEGABYTE = 10**6
 MILLISECONDS = 1000.0  # of a second
 
@@ -56,12 +54,7 @@ class Speed:
     overhead: float
     work_per_second: float
 
-    def __post_init__(self) -> None:
-        check_number(overhead=self.overhead, least=0)
-        check_number(work_per_second=self.work_per_second, above=0)
-
     def seconds(self, size: float) -> float:
-        """The time for this work."""
         return self.overhead + size / self.work_per_second
 
 
@@ -76,8 +69,6 @@ class Chain:
     scales       how many scales the file holds
     graph        bytes of the file that are no weights, as one file of this format has them
     format       the name of the speed that it runs at, such as "fp32" or "int8"
-
-    Raises ValueError for numbers that cannot be.
     """
 
     links: tuple[str, ...]
@@ -88,14 +79,8 @@ class Chain:
     graph: int = 0
     format: str = "fp32"
 
-    def __post_init__(self) -> None:
-        check_whole(weights=self.weights)
-        check_number(work=self.work, bits=self.bits, above=0)
-        check_whole(least=0, scales=self.scales, graph=self.graph)
-
     @property
     def name(self) -> str:
-        """Its links in words."""
         return " + ".join(self.links) or "as it is"
 
 
@@ -115,17 +100,7 @@ def choose_chain(
     milliseconds: float,
     speeds: Mapping[str, Any],
 ) -> Choice:
-    """The first of `chains` whose file and time are within the limits.
-
-    Args:
-        chains: in the order of their price, the one that costs least first.
-        megabytes: limit of the file, in millions of bytes.
-        milliseconds: limit for one image or one token.
-        speeds: for each format a `Speed`, or another clock with `seconds(work)`.
-    Raises ValueError if none fits, with the one that comes nearest, and for a format without a
-    speed.
-    """
-    check_number(above=0, megabytes=megabytes, milliseconds=milliseconds)
+    """The first of `chains` whose file and time are within the limits."""
     choices = predicted_choices(chains, speeds=speeds)
     for choice in choices:
         if _excess(choice, megabytes, milliseconds) <= 1:
@@ -149,10 +124,9 @@ def _excess(choice: Choice, megabytes: float, milliseconds: float) -> float:
 
 
 def predicted_choices(chains: Sequence[Chain], *, speeds: Mapping[str, Any]) -> list[Choice]:
-    """File and time of every chain. Raises ValueError for a format without a speed."""
+    """File and time of every chain."""
     choices = []
     for chain in chains:
-        check_choice(speeds, format=chain.format)  # measure one file of it; weights may be random
         seconds = speeds[chain.format].seconds(chain.work)
         choices.append(Choice(chain, predicted_file_bytes(chain), seconds))
     return choices

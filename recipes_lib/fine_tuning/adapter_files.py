@@ -67,7 +67,7 @@ def load_trained_tensors(model: torch.nn.Module, file: Path | str) -> None:
 def base_fingerprint(model: Any) -> str:
     """A short hash of the weights of `model`, the same in fp32 and bf16.
 
-    Take it before adapters and quantization. Raises ValueError for a model that has either.
+    Take it before adapters and quantization.
     """
     quantized = any(getattr(p, "quant_state", None) for p in model.parameters())
     if quantized or _has_adapters(model):
@@ -128,8 +128,7 @@ def load_adapter(model: Any, folder: Path | str, *, trainable: bool = False) -> 
 
     Any kind of adapter that peft knows. The base gets the tokens that were added for it, and stops
     where it was taught to. A folder without a fingerprint, as others write it, is checked for
-    shapes only. Raises ValueError, and leaves `model` as it was, if it is not the base
-    that the adapters were trained on, if it has adapters, or if some of their weights are missing.
+    shapes only.
     """
     from peft import PeftModel
 
@@ -153,8 +152,6 @@ def save_merged(
 
     Those that its class keeps in fp32, such as routers, are saved in fp32. The tokenizer gets the
     end mark that the adapters have learnt.
-
-    Raises ValueError for adapters that are left, and for a folder that is there already.
     """
     if _has_adapters(model):
         raise ValueError("the model still has adapters: merge them first (merge_lora, merge_qlora)")
@@ -181,11 +178,7 @@ def save_merged(
 
 
 def check_merged(folder: Path | str, model: Any, rows: torch.Tensor) -> float:
-    """How far the logits of a saved model are from those of `model`, on `rows` [B, S].
-
-    What was in memory proves nothing about what is in the folder, so it is loaded from there.
-    Returns the norm of the difference over the norm.
-    """
+    """How far the logits of a saved model are from those of `model`, on `rows` [B, S]."""
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
@@ -198,11 +191,7 @@ def check_merged(folder: Path | str, model: Any, rows: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def without_hub_warnings() -> Iterator[None]:
-    """Without peft's warnings that it cannot ask the hub.
-
-    It would compare the vocabulary with that of the base on the hub. Offline it cannot, and saves
-    the adapters as they are, which is right.
-    """
+    """Without peft's warnings that it cannot ask the hub."""
     with warnings.catch_warnings():
         for message in ("Could not find a config file", "Unable to fetch remote file"):
             warnings.filterwarnings("ignore", message=message)

@@ -71,8 +71,6 @@ def completion_only_loss(model: Any, batch: Batch) -> torch.Tensor:
     Args:
         batch: `input_ids` and `labels` [B, S], not shifted, IGNORED where there is no loss;
             `position_ids` if the rows are packed.
-    Raises ValueError if every label is IGNORED, if the model cannot keep some logits only, or
-    adds a loss of its own.
     """
     labels = batch["labels"][:, 1:]  # [B, S - 1]: the target of position t is token t + 1
     keep = (labels != IGNORED).any(0).nonzero()[:, 0]  # [K]: positions that some row learns from
@@ -99,8 +97,6 @@ def check_labels(rows: Iterable[Row], tokenizer: Any, *, place: str = "") -> flo
 
     Args:
         place: where all of these rows come from, such as "pairs.jsonl, line 7".
-    Raises ValueError with the place, or the number of the row, its problem and an excerpt of what
-    would be learnt.
     """
     ends = _end_marks(tokenizer)
     markers = set(tokenizer.all_special_ids) - ends
@@ -170,7 +166,6 @@ def _require_logits_to_keep(model: Any) -> None:
 
 
 def _end_marks(tokenizer: Any) -> set[int]:
-    """The tokens that can end an answer of this tokenizer."""
     known = {tokenizer.convert_tokens_to_ids(end) for end in ENDS}
     known.discard(tokenizer.unk_token_id)  # stands for the marks that this tokenizer does not have
     known.add(tokenizer.eos_token_id)  # in GPT-2 this is the unknown token as well

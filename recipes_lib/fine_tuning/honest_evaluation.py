@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_number
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.data.evaluation import row_losses
 
@@ -68,20 +67,13 @@ def plain_paired_bootstrap(
 def held_out_losses(
     model: Any, data: Iterable[Row], *, pad_token_id: int, batch_size: int = 8
 ) -> RowLosses:
-    """The loss of each row of `data` (`input_ids` and unshifted `labels`), in its order.
-
-    Every module keeps its mode. Raises ValueError as `recipes_lib.core.data.evaluation.row_losses`
-    does.
-    """
+    """The loss of each row of `data` (`input_ids` and unshifted `labels`), in its order."""
     losses, targets = row_losses(model, data, pad_token_id=pad_token_id, batch_size=batch_size)
     return RowLosses(losses, targets)
 
 
 def compare(before: RowLosses, after: RowLosses) -> Comparison:
-    """Compare two models on the same rows. Raises ValueError for other rows, and for fewer than 2.
-
-    The interval of the difference has 95 %.
-    """
+    """Compare two models on the same rows."""
     paired = after - before
     return Comparison(paired.mean, *paired.interval())
 
@@ -99,12 +91,8 @@ class RowLosses:
         return (self.losses.sum() / self.targets.sum()).item()
 
     def interval(self, *, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:
-        """The bootstrap interval of `mean`, 95 %, by percentiles.
-
-        Raises ValueError for fewer than 2 rows.
-        """
+        """The bootstrap interval of `mean`, 95 %, by percentiles."""
         rows = len(self.losses)
-        _check_rows(rows)
         generator = torch.Generator().manual_seed(seed)
         at_once = max(1, 2**20 // rows)  # so that a part takes some megabytes
         means = []
@@ -124,10 +112,6 @@ class RowLosses:
         return f"{mean} (95 % interval {low:.2f} to {high:.2f})"
 
     def __sub__(self, other: RowLosses) -> RowLosses:
-        """The paired difference, row by row.
-
-        Raises ValueError unless both have the same numbers of targets.
-        """
         if not torch.equal(self.targets, other.targets):
             raise ValueError(
                 f"{len(self.targets)} and {len(other.targets)} rows of other targets: "
@@ -162,12 +146,7 @@ class Comparison:
 
 
 def predicted_interval(pilot: RowLosses, *, rows: int) -> float:
-    """Half the width of the 95 % interval (nats per token) that `rows` rows will give.
-
-    Args:
-        pilot: the losses of 2 rows or more, drawn like those to come.
-    """
-    _check_rows(len(pilot.losses))
+    """Half the width of the 95 % interval (nats per token) that `rows` rows will give."""
     # The delta method for a ratio: 1.96 * sd(loss - mean * targets) / (mean targets *
     # sqrt(rows)).
     residuals = pilot.losses - pilot.mean * pilot.targets  # [N]
@@ -181,14 +160,6 @@ def rows_needed(pilot: RowLosses, *, difference: float, power: float = 0.8) -> i
     It does so with probability `power`. For a comparison the pilot is `after - before`. With
     power 0.5 half the interval is as wide as the difference.
     """
-    if difference == 0:
-        raise ValueError("difference=0: no number of rows shows it; give another difference")
-    check_number(least=0.5, below=1, power=power)
     reach = 1 + NormalDist().inv_cdf(power) / NormalDist().inv_cdf(0.975)
     half_width_of_one = predicted_interval(pilot, rows=1)
     return max(2, math.ceil((half_width_of_one * reach / difference) ** 2))
-
-
-def _check_rows(rows: int) -> None:
-    if rows < 2:
-        raise ValueError(f"{rows} rows have no spread: give 2 or more")

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import (
     ROUTERS,
     decoder_blocks,
@@ -86,12 +86,10 @@ def apply_lora(
             (those of the attention: what is left in a mixture of experts), or names.
         peft_options: more fields of peft's `LoraConfig`, such as use_dora, or use_rslora (scale by
             alpha / sqrt(r)).
-    Raises ValueError for numbers out of range, and what `target_linears` refuses.
     """
     from peft import LoraConfig, get_peft_model
 
     require_causal_lm(model)
-    check_adapters(rank=rank, alpha=alpha, dropout=dropout)
     targets = target_linears(model, target_modules=target_modules)
     # Rows of tokens that were added to the model: nobody has trained them yet.
     rows = trainable_rows(model)
@@ -120,10 +118,7 @@ def without_peft_warnings() -> Iterator[None]:
 
 
 def merge_lora(model: Any) -> Any:
-    """Fold the adapters into the weights: a plain model again, every weight trainable.
-
-    Raises ValueError for 4-bit weights, and if a merged weight is not finite.
-    """
+    """Fold the adapters into the weights: a plain model again, every weight trainable."""
     if any(getattr(parameter, "quant_state", None) for parameter in model.parameters()):
         raise ValueError(
             "peft would round the merged weights to 4 bits again: "
@@ -138,12 +133,7 @@ def merge_lora(model: Any) -> Any:
 def target_linears(
     model: Any, *, target_modules: str | Sequence[str] = "all-linear"
 ) -> dict[str, torch.nn.Module]:
-    """The linear layers of the blocks that `target_modules` selects, by their full names.
-
-    Raises ValueError for a model with adapters, for names that no layer of the blocks has, for
-    "all-linear" where most weights are no linear layers (experts), and for layers on which an
-    adapter would not count (Mamba's kernels) or would count twice (a shared weight).
-    """
+    """The linear layers of the blocks that `target_modules` selects, by their full names."""
     if hasattr(model, "peft_config"):
         raise ValueError("the model has adapters already: merge them first (merge_lora)")
     linears = linears_of_blocks(model)
@@ -159,10 +149,7 @@ def target_linears(
 
 
 def linears_of_blocks(model: Any) -> dict[str, torch.nn.Module]:
-    """All linear layers of the blocks but routers, by their full names.
-
-    A router picks experts: a small change of it sends tokens elsewhere.
-    """
+    """All linear layers of the blocks but routers, by their full names."""
     inside = set(decoder_blocks(model).modules())
     linears = {}
     for name, module in model.named_modules():
@@ -221,15 +208,7 @@ def _refuse_unfit(model: Any, chosen: Sequence[str], linears: dict[str, torch.nn
 
 
 def _leaves(names: Sequence[str]) -> list[str]:
-    """The last parts of full names, as `target_modules` takes them."""
     return sorted({name.rpartition(".")[2] for name in names})
-
-
-def check_adapters(*, rank: int, alpha: float, dropout: float) -> None:
-    """Raise ValueError for numbers with which adapters would be nothing."""
-    check_whole(rank=rank)
-    check_number(above=0, alpha=alpha)
-    check_number(least=0, below=1, dropout=dropout)
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -239,6 +218,5 @@ def lora_parameters(
     model: Any, *, rank: int = 16, target_modules: str | Sequence[str] = "all-linear"
 ) -> int:
     """Trainable parameters that `apply_lora` will add: r * (in + out), summed over the targets."""
-    check_whole(rank=rank)
     targets = target_linears(model, target_modules=target_modules)
     return rank * sum(sum(features(layer)) for layer in targets.values())

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.measure.machine import machine, require
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
@@ -36,7 +36,6 @@ from recipes_lib.core.model.probe.undo import undone_on_error
 from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.fine_tuning.lora import (
     apply_lora,
-    check_adapters,
     target_linears,
     without_peft_warnings,
 )
@@ -45,10 +44,7 @@ from recipes_lib.fine_tuning.lora import (
 
 
 def nf4_levels() -> torch.Tensor:
-    """The 16 numbers that a weight can become: quantiles of a normal distribution, from -1 to 1.
-
-    Eight are positive, seven negative, and one is an exact zero.
-    """
+    """The 16 numbers that a weight can become: quantiles of a normal distribution, from -1 to 1."""
     last = 0.9677083  # bitsandbytes' largest probability: at 1 the quantile would be infinite
     positive = torch.special.ndtri(torch.linspace(last, 0.5, 9)[:-1])
     negative = -torch.special.ndtri(torch.linspace(last, 0.5, 8)[:-1])
@@ -95,7 +91,6 @@ def apply_qlora(
     require_causal_lm(model)
     # Bad arguments are refused before the weights are gone.
     lora_options = {"rank": rank, "alpha": alpha, "dropout": dropout}
-    check_adapters(**lora_options)
     check_choice([None, *COMPUTE_DTYPES], compute_dtype=compute_dtype)
     target_linears(model, target_modules=target_modules)
     if not quantized_layers(model):
@@ -106,7 +101,7 @@ def apply_qlora(
         if compute_dtype is not None:
             layer.compute_dtype = compute_dtype
             layer.compute_type_is_set = True  # else the dtype of the first input would replace it
-        _guard(layer)
+        layer.support_avx512bf16_for_cpu = False  # trap 1: never repack
     return apply_lora(model, **lora_options, target_modules=target_modules, check=False)
 
 
@@ -128,8 +123,6 @@ def quantize_nf4(
         double_quant: quantize the scales as well.
         device: of the 4-bit layers. A model that only host memory can hold whole gets "cuda" here,
             and `model.to("cuda")` afterwards.
-    Raises ValueError for a model in 4 bits or with adapters, and for weights of the blocks, norms
-    aside, that no `nn.Linear` holds.
     """
     require_causal_lm(model)
     if quantized_layers(model):
@@ -161,7 +154,6 @@ def nf4_layer(
     device: torch.device | str | None = None,
 ) -> torch.nn.Module:
     """The frozen 4-bit layer that takes the place of `linear`; arguments as in `quantize_nf4`."""
-    check_whole(block_size=block_size)
     bnb = require("bitsandbytes")
     if compute_dtype is None:
         compute_dtype = torch.bfloat16 if machine().native_bf16 else torch.float32
@@ -181,7 +173,7 @@ def nf4_layer(
         module=layer,
     )
     layer.bias = linear.bias
-    _guard(layer)
+    layer.support_avx512bf16_for_cpu = False  # trap 1: never repack
     layer.requires_grad_(False).train(linear.training)
     # The move to a device is what quantizes.
     if device is None:
@@ -194,14 +186,13 @@ def merge_qlora(model: Any) -> Any:
 
     It computes what the QLoRA model computes; peft's merge rounds the sum to 4 bits again. The
     adapters may be of any kind that peft merges: they move to the plain base as from a file, and
-    peft's own arithmetic folds them in. Raises ValueError for a model that `apply_qlora` did not
-    return, and where a few tokens show another result; the model then is as it was.
+    peft's own arithmetic folds them in.
     """
     if not quantized_layers(model) or not hasattr(model, "merge_and_unload"):
         raise ValueError("nothing to merge: give the model that apply_qlora returned")
     with undone_on_error(model, "merge_qlora"):
         for layer in quantized_layers(model).values():
-            _guard(layer)
+            layer.support_avx512bf16_for_cpu = False  # trap 1: never repack
         dtype = _rounds_as(model)
         before = _logits(model)
         merged = _on_a_plain_base(model).merge_and_unload(safe_merge=True)
@@ -249,7 +240,6 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def _rounds_as(model: Any) -> torch.dtype:
-    """The coarsest dtype in which the model computes."""
     dtypes = {layer.compute_dtype for layer in quantized_layers(model).values()}
     if dtypes | {model.dtype} == {torch.float32}:
         return torch.float32
@@ -257,7 +247,6 @@ def _rounds_as(model: Any) -> torch.dtype:
 
 
 def _plain_layer(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Linear:
-    """An `nn.Linear` with this weight and the layer's bias, in the dtype that was quantized."""
     dtype = layer.weight.quant_state.dtype
     plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     plain.weight = torch.nn.Parameter(weight.to(dtype))
@@ -310,25 +299,6 @@ def quantized_layers(model: Any) -> dict[str, torch.nn.Module]:
     """The 4-bit linear layers of `model` by name."""
     kind = require("bitsandbytes").nn.Linear4bit
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-
-
-def _guard(layer: Any) -> None:
-    """Close trap 1 for this layer."""
-    layer.support_avx512bf16_for_cpu = False  # never repack
-    if _refuse_cut_gradient not in layer._forward_hooks.values():
-        layer.register_forward_hook(_refuse_cut_gradient)
-
-
-def _refuse_cut_gradient(layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-    """Catch trap 1 where it happened before the guard: in a forward before `apply_qlora`.
-
-    A hook that returns nothing changes no result.
-    """
-    if torch.is_grad_enabled() and inputs[0].requires_grad and not output.requires_grad:
-        raise RuntimeError(
-            "a 4-bit layer passes no gradient on (trap 1): "
-            "call apply_qlora before any other forward"
-        )
 
 
 BLOCK_SIZES = (64, 32)  # weights that share a scale: the first that divides a row

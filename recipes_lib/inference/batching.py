@@ -42,7 +42,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure import in_turns
 from recipes_lib.core.model.decoding import CausalDecoder, require_decoder, stop_ids, token_row
 
@@ -69,16 +68,8 @@ def generate_batch(
     new_tokens: int,
     stop: Collection[int] = (),
 ) -> list[list[int]]:
-    """Answer all prompts greedily, in one batch. Returns the answers, without the prompts.
-
-    Args:
-        prompts: token ids, each as a list or as a tensor [1, S]; of any lengths.
-        new_tokens: the most for each row.
-        stop: ids that end an answer; the one that came is its last token.
-    Raises ValueError for a prompt without a token, new_tokens < 1, and for what is no decoder.
-    """
+    """Answer all prompts greedily, in one batch. Returns the answers, without the prompts."""
     require_decoder(decoder)
-    check_whole(new_tokens=new_tokens)
     stop = stop_ids(stop)
     rows = [token_row(prompt, vocabulary=decoder.vocabulary)[0].tolist() for prompt in prompts]
     tokens, starts = left_padded(rows)  # [B, S], [B]
@@ -110,7 +101,6 @@ class BatchSpeed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all rows together."""
         return self.batch / self.seconds_per_step
 
 
@@ -122,10 +112,7 @@ def throughput_table(
     steps: int = 8,
     rounds: int = 3,
 ) -> list[BatchSpeed]:
-    """Measure decoding at these batch sizes, in turns; every row is this prompt.
-
-    A round of a size is `steps` steps behind the prompt. The prefill is not on the clock.
-    """
+    """Measure decoding at these batch sizes, in turns; every row is this prompt."""
     require_decoder(decoder)
     row = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
     runs = {str(size): _steps_behind(decoder, row, size, steps) for size in sizes}

@@ -65,9 +65,6 @@ def compile_decoder(decoder: CausalDecoder, *, max_tokens: int) -> CompiledDecod
     uncompiled. `decoder` stays as it is, and its layers must not be replaced afterwards. Precision
     comes first, then this.
 
-    Raises ValueError for a decoder with another cache (compiled, int8), more tokens than its model
-    has positions, a machine without a compiler, and bf16 on a GPU without it. The first step raises
-    one for layers that are not one graph, such as int8 on a CPU.
     """
     require_decoder(decoder)
     plain = decoder.new_cache(max_tokens=max_tokens)  # refuses more than the decoder has room for
@@ -96,10 +93,7 @@ class CompiledDecoder(nn.Module):
         self._free: dict[int, list[_Storage]] = defaultdict(list)
 
     def new_cache(self, *, batch: int = 1, max_tokens: int) -> StaticCache:
-        """An empty cache for `batch` rows; it has the decoder's places, however few are needed.
-
-        Raises ValueError for more tokens than `compile_decoder` was told.
-        """
+        """An empty cache for `batch` rows; it has the decoder's places, however few are needed."""
         if max_tokens > self.max_tokens:
             raise ValueError(
                 f"max_tokens={max_tokens}: the compiled step has {self.max_tokens} places, which "
@@ -125,7 +119,6 @@ class CompiledDecoder(nn.Module):
         """Append `tokens` [B, K]; logits [B, K, V], or [B, 1, V] of the last with `last_only`.
 
         One token runs compiled, and so do several with `row_by_row`, one after the other.
-        Raises ValueError if the cache has no room for them.
         """
         count = tokens.shape[1]
         KeyValueCache.reserve(cache, count)
@@ -192,7 +185,6 @@ class _Storage:
             torch._dynamo.mark_static_address(tensor, guard=False)
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
         return [*self.keys, *self.values, self.position, self.token, self.first]
 
     def clear(self) -> None:
@@ -261,6 +253,5 @@ class StaticCache(KeyValueCache):
         self.position += tokens
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens and forget the rest."""
         super().truncate(length)
         self.position.fill_(length)

@@ -61,8 +61,7 @@ def apply_int8_cache(decoder: Any) -> Any:
     """Let `decoder.new_cache(…)` make int8 caches. Returns `decoder`, changed in place.
 
     It works on any decoder whose `new_cache` makes what stands in its attribute `cache_class`.
-    Caches that exist stay as they are. Raises ValueError for a decoder without that attribute, such
-    as a compiled one.
+    Caches that exist stay as they are.
     """
     if not hasattr(decoder, "cache_class"):
         raise ValueError(
@@ -96,16 +95,11 @@ class Int8KeyValueCache(KeyValueCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all codes and scales, free places included."""
         scales = [*self.key_scales, *self.value_scales]
         return super().nbytes + sum(scale.nbytes for scale in scales)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store K new tokens [B, Hkv, K, D] of one layer behind those that are in.
-
-        Returns the keys and values up to and with them, [B, Hkv, length + K, D] each, as attention
-        reads them. These are new tensors, not views.
-        """
+        """Store K new tokens [B, Hkv, K, D] of one layer behind those that are in."""
         begin = self.length
         end = begin + keys.shape[2]
         stored = [(keys, self.keys, self.key_scales), (values, self.values, self.value_scales)]
@@ -131,11 +125,7 @@ class PositionTime:
 
 
 def time_by_position(decoder: CausalDecoder, positions: Iterable[int]) -> list[PositionTime]:
-    """Measure one step at each of these positions, with the cache and without it, in turns.
-
-    Without a cache, a step computes the whole text again. Which tokens these are does not matter
-    for the time, so they are drawn.
-    """
+    """Measure one step at each of these positions, with the cache and without it, in turns."""
     positions = list(positions)
     steps = _steps(decoder, positions)
     for step in steps.values():

@@ -56,7 +56,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_share, check_whole
 from recipes_lib.core.measure import in_turns
 from recipes_lib.core.model.decoding import (
     CausalDecoder,
@@ -71,11 +70,7 @@ from recipes_lib.core.model.marks import ONE_SCALE_PER_CALL, marked
 
 
 def looked_up(text: list[int], *, ngram: int, shortest: int, most: int) -> list[int]:
-    """What followed the last tokens of `text` where they stood before: `most` tokens, or none.
-
-    It looks for the last `ngram` tokens, then for fewer down to `shortest`, and takes the latest
-    place.
-    """
+    """What followed the last tokens of `text` where they stood before: `most` tokens, or none."""
     for size in range(min(ngram, len(text) - 1), shortest - 1, -1):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[-size:]:
@@ -156,7 +151,6 @@ class Speculation:
 
     @property
     def draft_share(self) -> float:
-        """The share of the calls that had a draft to check."""
         return self.drafted_calls / self.calls if self.calls else 0.0
 
 
@@ -168,15 +162,7 @@ def prompt_lookup_generate(
     draft_tokens: int = 3,
     stop: Collection[int] = (),
 ) -> Speculation:
-    """Generate greedily; drafts are copies of what followed the last one to three tokens before.
-
-    Args:
-        prompt: token ids, as a list or as a tensor [1, S].
-        draft_tokens: k, the longest draft.
-        stop: ids that end the answer; the one that came is its last token.
-    Raises ValueError for numbers below 1, and for a decoder with int8 "dynamic" layers on a CPU,
-    whose text would depend on the drafts.
-    """
+    """Generate greedily; drafts are copies of what followed the last one to three tokens before."""
 
     def copies(text: list[int], most: int) -> list[int]:
         return looked_up(text, ngram=3, shortest=1, most=most)
@@ -194,11 +180,7 @@ def speculative_generate(
     draft_tokens: int = 3,
     stop: Collection[int] = (),
 ) -> Speculation:
-    """Generate greedily with `decoder`; `draft_decoder` drafts. Arguments as above.
-
-    Raises ValueError for two vocabularies too: a token of one means nothing to the other. The draft
-    decoder may have layers of any kind.
-    """
+    """Generate greedily with `decoder`; `draft_decoder` drafts. Arguments as above."""
     if decoder.vocabulary != draft_decoder.vocabulary:
         raise ValueError(
             f"the decoder has {decoder.vocabulary} tokens and the draft decoder "
@@ -222,7 +204,6 @@ def _generate(
 ) -> Speculation:
     require_decoder(decoder)
     _refuse_one_scale(decoder)
-    check_whole(new_tokens=new_tokens, draft_tokens=draft_tokens)
     stop = stop_ids(stop)
     tokens = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
     end = tokens.shape[1] + new_tokens
@@ -257,7 +238,6 @@ class DecoderDrafts:
         self._cache = decoder.new_cache(max_tokens=max_tokens)
 
     def __call__(self, text: list[int], most: int) -> list[int]:
-        """A draft of `most` tokens."""
         # The text took over the last draft up to a wrong token, and one token of the model follows:
         # before that one, the cache has the tokens of the text. All behind it is forgotten.
         self._cache.truncate(min(self._cache.length, len(text) - 1))
@@ -282,7 +262,6 @@ def row_difference(decoder: CausalDecoder, prompt: Sequence[int] | Tensor) -> fl
     """
     row = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
     begin = row.shape[1] - 4
-    check_whole(tokens_before=begin)
     cache = decoder.new_cache(max_tokens=row.shape[1])
     decoder(row[:, :begin], cache, last_only=True)
     together = decoder(row[:, begin:], cache, row_by_row=True)  # [1, K, V]
@@ -323,7 +302,6 @@ def predicted_speedup(
         verify_ratio: the time of a call for k + 1 tokens over that of a call for one
             (`measured_verify_ratio`). The published formula has 1.
     """
-    check_share(acceptance=acceptance)
     accepted = sum(acceptance**place for place in range(1, draft_tokens + 1))  # a + a² + … + a^k
     seconds = verify_ratio + draft_tokens * cost_ratio  # in calls for one token
     return (1 + accepted) / seconds
@@ -335,10 +313,7 @@ def measured_verify_ratio(
     *,
     draft_tokens: int = 3,
 ) -> float:
-    """The time of a call for k + 1 tokens over that of a call for one, behind this prompt.
-
-    Median of the ratios of nine rounds, in turns.
-    """
+    """The time of a call for k + 1 tokens over that of a call for one, behind this prompt."""
     require_decoder(decoder)
     row = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
     length = row.shape[1]

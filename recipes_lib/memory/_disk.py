@@ -10,7 +10,7 @@ DIRECTORY = "/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir()
 
 
 def directory_on_disk(directory: str | Path | None) -> Path:
-    """`directory`, by default /var/tmp. Raises ValueError if it is a RAM disk."""
+    """`directory`, by default /var/tmp."""
     path = Path(directory or DIRECTORY).resolve()
     if _file_system(path) == "tmpfs":
         raise ValueError(f"{path} is a RAM disk, which saves no memory: give `directory` on a disk")

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model import recompute
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.mixing import mix_in
@@ -91,13 +91,10 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
     Args:
         mode: "block" keeps the input only, "selective" also what matmuls and attention return.
         every: 1 for all blocks, k for every k-th.
-    Raises ValueError for an unknown mode, an `every` outside 1 … number of blocks, and a model
-    that is checkpointed already. The model's forward raises one for a filled KV cache in training.
     """
     require_causal_lm(model)
     blocks = decoder_blocks(model)
     check_choice(("block", "selective"), mode=mode)
-    check_whole(every=every, least=1, most=len(blocks))
     recompute.require_no_checkpoints(blocks)
     for index in range(0, len(blocks), every):
         names = recompute.argument_names(blocks[index])
@@ -112,11 +109,7 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
 
 
 class Checkpointed:
-    """What `mix_in` mixes into a block.
-
-    It makes the block's class a subclass of this one and of its own, so `super().forward` is the
-    block's. This is `forward` and not `__call__`: hooks fire once, outside.
-    """
+    """What `mix_in` mixes into a block."""
 
     checkpointed_index: int  # among the blocks; other techniques read this mark
     checkpoint_mode: str

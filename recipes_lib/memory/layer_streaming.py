@@ -85,8 +85,6 @@ def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None
         to: "host" is pinned memory, from which a second CUDA stream copies ahead; "disk" are files,
             which a thread reads ahead.
         directory: of the files; None is /var/tmp.
-    Raises ValueError for a model whose blocks have no frozen weights, or are checkpointed already,
-    for "host" without a GPU, and for a directory in memory.
     """
     require_causal_lm(model)
     check_choice(("host", "disk"), to=to)
@@ -135,7 +133,6 @@ class Streamed:
         return BlockOnceMore.apply(run, hidden, *trainable)
 
     def taken_out(self) -> None:
-        """The weights come back for good."""
         self.streamed_weights.come(self.checkpointed_index)
 
     def _with_weights(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +152,6 @@ class OnceMore:
         self._kwargs = kwargs
 
     def __call__(self, hidden: torch.Tensor) -> Any:
-        """The first time."""
         self._device = hidden.device.type
         self._random_state = _random_state(self._device)
         self._autocast = {
@@ -165,7 +161,6 @@ class OnceMore:
         return self._forward(hidden, *self._others, **self._kwargs)
 
     def again(self, hidden: torch.Tensor) -> Any:
-        """The second time, with gradients, on the same random numbers."""
         devices = [torch.cuda.current_device()] if self._device == "cuda" else []
         with (
             torch.random.fork_rng(devices),

@@ -40,7 +40,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model import recompute
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
@@ -80,13 +79,9 @@ def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
 
     Args:
         group: blocks of a group; the last group may be smaller. 1 checkpoints every block.
-    Raises ValueError for a group outside 1 … number of blocks, and for blocks that are checkpointed
-    already. The model's forward raises one, where gradients are needed, for a filled KV cache in
-    training, for `output_hidden_states=True`, and where something works between the blocks.
     """
     require_causal_lm(model)
     blocks = decoder_blocks(model)
-    check_whole(group=group, most=len(blocks))
     recompute.require_no_checkpoints(blocks)
     for first in range(0, len(blocks), group):
         last = min(first + group, len(blocks)) - 1
@@ -167,7 +162,6 @@ class Nested:
 
 
 def _run_group(hidden: torch.Tensor, calls: list[_Call]) -> torch.Tensor:
-    """The blocks of a group, one checkpoint each: [B, S, D] -> [B, S, D]."""
     for call in calls:
         hidden = checkpoint(call.forward, hidden, *call.args, use_reentrant=False, **call.kwargs)
     return hidden
@@ -186,7 +180,6 @@ def _refuse_collecting() -> None:
 
 def best_group(layers: int) -> int:
     """The group with the fewest block inputs alive at a time; of several the cheapest."""
-    check_whole(layers=layers)
 
     def most_inputs(group: int) -> int:
         return max(_inputs_alive(index, group) for index in range(layers))

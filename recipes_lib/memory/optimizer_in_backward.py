@@ -83,8 +83,6 @@ def apply_optimizer_in_backward(
             ranks, LBFGS).
         max_grad_norm: is None; the error for a number says why it cannot work.
         kwargs: for AdamW give `fused=True`, without which a step allocates temporary tensors.
-    Raises ValueError for `max_grad_norm`, for a model without trainable parameters, and for one
-    whose gradients an optimizer takes in backward already.
     """
     if max_grad_norm is not None:
         raise ValueError(
@@ -149,12 +147,7 @@ class StepInBackward(torch.optim.Optimizer):
             group["params"] = everyone
         parameter.grad = None
 
-    def step(self, closure: None = None) -> None:
-        """End the step that backward has done. Raises RuntimeError if there was no backward."""
-        if closure is not None:
-            raise ValueError(
-                "a closure cannot be re-evaluated: backward has updated the parameters"
-            )
+    def step(self) -> None:
         if not self._stepped:
             raise RuntimeError("step() without a backward before it: no parameter was updated")
         self._stepped.clear()
@@ -162,9 +155,6 @@ class StepInBackward(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free gradients that an error left behind; after a complete backward there are none."""
         self.optimizer.zero_grad(set_to_none)
-        backward_was_cut_short = len(self._stepped) < len(self._parameters)
-        if backward_was_cut_short:  # then the next one is the first again
-            self._stepped.clear()
 
     def remove(self) -> None:
         """Give the model back as it was: gradients stay in `.grad` again."""

@@ -34,7 +34,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.model.causal_lm import (
     ROUTERS,
@@ -62,10 +61,7 @@ LEAST_TILE = 1024
 
 
 def tiled_by_hand(mlp: nn.Module, hidden: torch.Tensor, *, tile_size: int) -> torch.Tensor:
-    """`mlp(hidden)` for hidden [B, S, D], with the activations of one tile at a time.
-
-    A checkpoint keeps the input of its tile, and makes the tile's activations anew in backward.
-    """
+    """`mlp(hidden)` for hidden [B, S, D], with the activations of one tile at a time."""
     tokens = hidden.flatten(0, -2)  # [T, D]: no token reads another one
     outputs = []
     for tile in tokens.split(tile_size):  # [t, D]
@@ -86,8 +82,6 @@ def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = F
     Args:
         tile_size: tokens of a tile, of all rows together. None takes the hidden size, with which
             the 6 t F elements are twice the MLP's own weights, but at least 1024.
-    Raises ValueError for a tile size below 1, for blocks without an `mlp`, for a mixture of experts
-    and for `norms` where they are LayerNorms.
     """
     require_causal_lm(model)
     tile_size = _tile_size(model, tile_size)
@@ -97,11 +91,7 @@ def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = F
 
 
 class Tiled:
-    """What is mixed into the class of an MLP or a norm: each token is treated by itself there.
-
-    Attributes:
-        tile_size: the most tokens of a tile.
-    """
+    """What is mixed into the class of an MLP or a norm: each token is treated by itself there."""
 
     tile_size: int
 
@@ -163,10 +153,8 @@ class _ManyTiles(torch.autograd.Function):
 
 
 def _tile_size(model: Any, tile_size: int | None) -> int:
-    """Tokens of a tile: as given, or the default for this model."""
     if tile_size is None:
         return max(model.config.hidden_size, LEAST_TILE)
-    check_whole(tile_size=tile_size)
     return tile_size
 
 

@@ -23,10 +23,8 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.model.sizes import parts_needed
-from recipes_lib.core.model.trainable import check_adamw
 
 UPPER_HALF = -(2**16)  # as int32: the 16 upper bits are 1, the lower ones 0
 
@@ -34,11 +32,7 @@ UPPER_HALF = -(2**16)  # as int32: the 16 upper bits are 1, the lower ones 0
 
 
 def stochastic_round(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Round fp32 to one of the two bf16 neighbours, to the nearer more often.
-
-    Args:
-        values: fp32 [N]; bits: int32 [N] from `random_bits`.
-    """
+    """Round fp32 to one of the two bf16 neighbours, to the nearer more often."""
     return stochastic_round_(values.clone(), bits).to(torch.bfloat16)
 
 
@@ -79,7 +73,6 @@ class ChunkedAdamW(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], *, seed: int | None, **defaults: Any) -> None:
         if seed is None:
             seed = torch.initial_seed()
-        check_whole(seed=seed, least=0, most=2**64 - 1)
         self._seeds = torch.Generator().manual_seed(seed)
         super().__init__(params, defaults)
 
@@ -111,10 +104,8 @@ class ChunkedAdamW(torch.optim.Optimizer):
     # What all have in common.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own; raises ValueError as the constructor does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]  # the optimizer has filled in the defaults by now
-        check_adamw(**{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")})
         self.check_group(group)
 
     @torch.no_grad()
@@ -161,7 +152,6 @@ class ChunkedAdamW(torch.optim.Optimizer):
 
     @classmethod
     def chunk(cls, device: torch.device) -> int:
-        """Elements updated at a time."""
         return cls.cpu_chunk if device.type == "cpu" else cls.gpu_chunk
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,19 +163,12 @@ class ChunkedAdamW(torch.optim.Optimizer):
         return super().state_dict() | {"seeds": self._seeds.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from `state_dict()`. Raises ValueError if that is of another optimizer.
+        """Resume from `state_dict()`, the rounding of its groups included.
 
         PyTorch casts every state to the dtype of its parameter: fp32 masters of bf16 weights would
         lose their lower half, and bf16 averages of fp32 weights would take twice the bytes. So the
         states are taken over once more, as they were saved.
         """
-        saved = [group.get("rounding") for group in state_dict["param_groups"]]
-        own = [group.get("rounding") for group in self.param_groups]
-        if "seeds" not in state_dict or saved != own:
-            raise ValueError(
-                "the checkpoint is that of another optimizer or rounding: load it with the one "
-                "that saved it"
-            )
         super().load_state_dict(state_dict)
         for theirs, ours in zip(state_dict["param_groups"], self.param_groups):
             for number, parameter in zip(theirs["params"], ours["params"]):

@@ -47,7 +47,6 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        """`model.to(…)`, `.half()` and the like."""
         scales = getattr(self, self.scales)
         device = fn(scales).device
         moves = device != scales.device

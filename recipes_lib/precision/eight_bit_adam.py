@@ -25,19 +25,14 @@ Source     "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861; bit
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import require
-from recipes_lib.core.model.trainable import check_adamw, parameters_to_train
+from recipes_lib.core.model.trainable import parameters_to_train
 
 BLOCK = 256  # elements that share one scale
 SMALLEST = 4096  # elements: below this a tensor keeps 32-bit states
@@ -115,7 +110,6 @@ def eight_bit_adamw(
     weight_decay: float = 0.01,
     paged: bool = False,
     embedding_bits: int = 32,
-    library: str = "bitsandbytes",
 ) -> torch.optim.Optimizer:
     """Make an AdamW whose states take 8 bits; use it like any other optimizer, with any model.
 
@@ -124,22 +118,9 @@ def eight_bit_adamw(
             Embeddings are known only from a model; a group may say `optim_bits` itself, 8 or 32.
         paged: keep the states in memory that moves between GPU and host on demand.
         embedding_bits: 32 or 8, for the embedding and for an output layer tied to it.
-        library: "bitsandbytes", or "torchao", which is PyTorch code that torch.compile fuses: the
-            first step takes long, and it can neither page nor keep the embedding in 32 bits.
-    Raises ValueError for no trainable parameter, for other bits, for what torchao cannot do, and
-    for `paged` on a CPU, where bitsandbytes would only warn and page nothing.
     """
     check_choice([8, 32], embedding_bits=embedding_bits)
-    check_choice(["bitsandbytes", "torchao"], library=library)
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    check_adamw(**options)
-    if library == "torchao":
-        if paged or embedding_bits != 8:
-            raise ValueError(
-                "torchao does not page and stores every state in 8 bits: "
-                "give paged=False and embedding_bits=8"
-            )
-        return _torchao_adamw()(parameters_to_train(model_or_params), **options)
     params = model_or_params
     if isinstance(model_or_params, torch.nn.Module):
         params = _groups(model_or_params, embedding_bits)
@@ -150,10 +131,7 @@ def eight_bit_adamw(
 
 
 def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]:
-    """Trainable parameters, those of the embeddings apart.
-
-    An output layer that is tied to the embedding is the same parameter.
-    """
+    """Trainable parameters, those of the embeddings apart."""
     tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     trainable = parameters_to_train(model)
     groups = [
@@ -164,7 +142,6 @@ def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]
 
 
 def _on_cpu(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether one of the optimizer's parameters is on a CPU."""
     for group in optimizer.param_groups:
         if any(parameter.device.type == "cpu" for parameter in group["params"]):
             return True
@@ -185,25 +162,3 @@ def _bitsandbytes_adamw() -> type[torch.optim.Optimizer]:
             return config | {"optim_bits": group.get("optim_bits", 8)}
 
     return AdamW8bitByGroup
-
-
-def _torchao_adamw() -> type[torch.optim.Optimizer]:
-    class AdamW8bit(require("torchao.optim").AdamW8bit):
-        """Runs operator by operator, slowly, where torch.compile cannot.
-
-        That is on a CPU without a C++ compiler, and under a mode that looks at every operator, as
-        `PeakMemory` does on a CPU, and for a timeline on a GPU.
-        """
-
-        def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            stance = contextlib.nullcontext()
-            compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-            without = _on_cpu(self) and compiler is None
-            if without or _get_current_dispatch_mode() is not None:
-                stance = torch.compiler.set_stance("force_eager")
-            with stance, warnings.catch_warnings():
-                # From torch.compile's cache, about torchao's tensors.
-                warnings.simplefilter("ignore", UserWarning)
-                return super().step(closure)
-
-    return AdamW8bit

@@ -84,8 +84,6 @@ def apply_int4(
         symmetric: levels around zero, instead of from the smallest to the largest weight.
         names: of the layers, from `linear_layers(model)`. Default is all but the output layer
             and those whose weight the model's code reads by itself, as in Mamba.
-    Raises ValueError for layers that are quantized already, adapters, and layers that the group or
-    the kernel does not fit.
     """
     names = layers_to_quantize(model, names)
     layers = linear_layers(model)
@@ -118,7 +116,6 @@ class Int4Linear(PackedLinear):
         self.register_buffer("packed", pack(grid.levels), persistent=False)
 
     def place(self, plain: Tensor) -> None:
-        """Levels uint8 [O, I / 2], two in each byte, as the kernel of their device wants them."""
         self.packed = pack(torch.stack([plain & 15, plain >> 4], dim=-1).flatten(1))
 
     def plain(self) -> Tensor:
@@ -127,7 +124,7 @@ class Int4Linear(PackedLinear):
         return levels[:, ::2] | levels[:, 1::2] << 4
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O], in the dtype of `x`. Raises ValueError where it should train."""
+        """[..., I] -> [..., O], in the dtype of `x`."""
         refuse_backward(x)
         # With another dtype the kernel is right, and slow.
         rows = x.reshape(-1, self.in_features).contiguous()  # [N, I]
@@ -144,17 +141,11 @@ class Int4Linear(PackedLinear):
         return FourBitGrid(levels, scales.T.contiguous(), offsets.T.contiguous())
 
     def dequantized(self) -> Tensor:
-        """The weight that this layer computes with, in fp32 [O, I]."""
         return self.grid().weight()
 
     @property
     def bytes_per_weight(self) -> float:
-        """Half a byte for the level, and a group's part of two bf16 numbers."""
         return 0.5 + 4 / self.group
-
-    def extra_repr(self) -> str:
-        """What `print(model)` shows of this layer."""
-        return f"{self.in_features}, {self.out_features}, group={self.group}"
 
 
 # --- PyTorch's kernels: what they take, and how they pack -----------------------------------------

@@ -52,10 +52,7 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def linear_by_hand(x: torch.Tensor, weight: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """What autocast makes of a linear layer: an fp32 master `weight`, a product in 16 bits.
-
-    Backward casts in the other direction, so the gradient arrives at `weight` in fp32.
-    """
+    """What autocast makes of a linear layer: an fp32 master `weight`, a product in 16 bits."""
     x16 = x.to(dtype)  # [T, D]
     weight16 = weight.to(dtype)  # [F, D], a copy that lives until its backward
     return x16 @ weight16.T  # [T, F], in 16 bits
@@ -75,7 +72,6 @@ def mixed_precision(*, dtype: torch.dtype | None = None) -> MixedPrecision:
 
     Args:
         dtype: bf16, fp16 or fp32 (autocast off); default is the fastest of this machine.
-    Raises ValueError for another dtype.
     """
     if dtype is None:
         dtype = machine().compute_dtype
@@ -107,10 +103,7 @@ class MixedPrecision:
         return torch.autocast(self.device, self.dtype, enabled=self.dtype is not torch.float32)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()`, of the scaled loss in fp16.
-
-        Until `step`, the gradients are scaled as well.
-        """
+        """`loss.backward()`, of the scaled loss in fp16."""
         self.scaler.scale(loss).backward()
         self._backward_ran = True
 
@@ -118,8 +111,6 @@ class MixedPrecision:
         """Unscale the gradients, clip their norm to `max_grad_norm`, step, and adapt the scale.
 
         Returns whether the optimizer stepped: False when an fp16 gradient was infinite or NaN.
-        Raises ValueError for 16-bit parameters, and for gradients that cannot be unscaled or
-        clipped: those that `backward` did not scale, and those that were taken in backward.
         """
         parameters = _trainable(optimizer)
         scales = self.scaler.is_enabled()
@@ -147,11 +138,9 @@ class MixedPrecision:
         return self.scaler.get_scale() >= before
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to resume: the scale and how long it has held."""
         return {"dtype": NAMES[self.dtype], "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state_dict()`. Raises ValueError if that was of another dtype."""
         own = NAMES[self.dtype]
         if state["dtype"] != own:
             raise ValueError(
@@ -171,7 +160,6 @@ class MixedPrecision:
 
 
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What the optimizer trains. Raises ValueError for 16 bits: there small updates vanish."""
     parameters = []
     for group in optimizer.param_groups:
         parameters += [parameter for parameter in group["params"] if parameter.requires_grad]

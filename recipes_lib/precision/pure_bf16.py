@@ -86,8 +86,6 @@ def bf16_adamw(
         rounding: "stochastic", "nearest" or "master"; a group may have its own.
         seed: of the random bits; None takes `torch.initial_seed()`. Under DDP it must be the same
             on every rank: replicas that round differently drift apart.
-    Raises ValueError for trainable parameters that are not bf16 (norms included), for a model that
-    has none, for another rounding, and for numbers that AdamW cannot use.
     """
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     params = parameters_to_train(model_or_params)
@@ -107,7 +105,6 @@ class BF16AdamW(ChunkedAdamW):
     spare = 8
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Another rounding is none, and fp32 weights need no such optimizer."""
         check_choice(["stochastic", "nearest", "master"], rounding=group["rounding"])
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.dtype is not torch.bfloat16:
@@ -117,13 +114,11 @@ class BF16AdamW(ChunkedAdamW):
                 )
 
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Two averages in bf16, or all in fp32 and a copy of the weight."""
         if group["rounding"] != "master":
             return averages(parameter, torch.bfloat16)
         return averages(parameter, torch.float32) | {"master": parameter.float().contiguous()}
 
     def randomness(self, device: torch.device, seed: int) -> torch.Generator:
-        """Every chunk draws from it."""
         return torch.Generator(device).manual_seed(seed)
 
     def update_chunk(
@@ -134,7 +129,6 @@ class BF16AdamW(ChunkedAdamW):
         group: dict[str, Any],
         randomness: torch.Generator,
     ) -> None:
-        """AdamW in fp32, and then rounded."""
         if group["rounding"] != "stochastic":
             # On bf16 tensors the fused kernel computes in fp32 as well, and rounds to nearest.
             fused_adamw(parts, gradient, step, group)

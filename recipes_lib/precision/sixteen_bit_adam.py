@@ -100,8 +100,6 @@ def sixteen_bit_adamw(
         model_or_params: a model (its trainable parameters), or parameters or groups of them.
         seed: of the random bits; None takes `torch.initial_seed()`. Under DDP it must be the same
             on every rank: replicas that round differently drift apart.
-    Raises ValueError for trainable parameters that are not fp32 or are sharded, for a model that
-    has none, and for numbers outside their bounds.
     """
     params = parameters_to_train(model_or_params)
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -114,11 +112,9 @@ class SixteenBitAdamW(ChunkedAdamW):
     cpu_chunk = 2**20
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """The weights stay in fp32, so they have to be."""
         require_whole_fp32(group["params"])
 
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Two averages in bf16."""
         return averages(parameter, torch.bfloat16)
 
     def randomness(self, device: torch.device, seed: int) -> _Workbench:
@@ -136,7 +132,6 @@ class SixteenBitAdamW(ChunkedAdamW):
         group: dict[str, Any],
         randomness: _Workbench,
     ) -> None:
-        """AdamW in fp32, and then the averages are rounded."""
         weight, *stored = parts
         room = list(randomness.room[:, : len(weight)])
         torch._foreach_copy_(room, stored)
@@ -164,6 +159,5 @@ class _Workbench:
         self.room = torch.empty(2, size, dtype=torch.float32, device=device)
 
     def bits(self, count: int) -> torch.Tensor:
-        """`count` of the random bits of this step, from a place that is drawn."""
         place = int(torch.randint(self._size, (), generator=self._places))
         return self._bits[place : place + count]

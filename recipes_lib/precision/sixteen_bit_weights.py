@@ -80,8 +80,7 @@ def apply_sixteen_bit_weights(model: Any, *, dtype: torch.dtype | None = None) -
         model: a Hugging Face causal LM, or a decoder that `apply_decode_loop` made.
         dtype: torch.bfloat16 or torch.float16. Default is that of `sixteen_bit_path` for the
             model's device, which says what is computed how.
-    Raises ValueError for another dtype and for what is neither of the two. Warns on a CPU without
-    native bf16.
+    Warns on a CPU without native bf16.
     """
     require_causal_lm_or_decoder(model)
     path = sixteen_bit_path(next(model.parameters()).device, dtype=dtype)
@@ -157,7 +156,6 @@ class SixteenBitLinear(nn.Linear):
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N], in the dtype of `x`."""
         weight, bias = self.weight, self.bias
         if weight.device.type != "cpu":
             return functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
@@ -212,10 +210,7 @@ class SixteenBitPath(NamedTuple):
 def sixteen_bit_path(
     device: torch.device | str, *, dtype: torch.dtype | None = None
 ) -> SixteenBitPath:
-    """The fast path for 16-bit weights on this machine, with the dtype that it is for.
-
-    Raises ValueError for a dtype that is neither bf16 nor fp16.
-    """
+    """The fast path for 16-bit weights on this machine, with the dtype that it is for."""
     device = torch.device(device)
     native = device.type != "cpu" or native_bf16_on_cpu()
     if device.type == "cuda":

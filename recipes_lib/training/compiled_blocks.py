@@ -43,7 +43,6 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from recipes_lib.core.checks import check_choice, check_number
 from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
@@ -88,12 +87,8 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
     Args:
         dynamic: None compiles for the first shape of a batch, and for a second one a graph that
             takes all shapes; True makes that graph at once, False one for each shape.
-    Raises ValueError without a compiler for this device, and for a model that is sharded, compiled
-    or checkpointed by a recipe already. The model's forward raises one for a block that is not one
-    graph, for bf16 on a GPU without it, and for more than 64 graphs.
     """
     require_causal_lm(model)
-    check_choice((None, True, False), dynamic=dynamic)
     blocks = decoder_blocks(model)
     _require_first(model)
     require_forward_of_class(blocks)
@@ -116,10 +111,7 @@ def can_compile(device: str) -> bool:
 
 
 def compile_seconds() -> float:
-    """Seconds that this process has spent in torch.compile so far, forward and backward graphs.
-
-    Kernels that an earlier process has left in PyTorch's cache on the disk are not compiled again.
-    """
+    """Seconds that this process has spent in torch.compile so far, forward and backward graphs."""
     from torch._dynamo.utils import calculate_time_spent
 
     return calculate_time_spent()["total_wall_time"]
@@ -128,12 +120,7 @@ def compile_seconds() -> float:
 def break_even_steps(
     *, compile_seconds: float, plain_step: float, compiled_step: float
 ) -> int | None:
-    """After how many steps compiling has paid for itself; None if the compiled step is no faster.
-
-    All three in seconds, of which two are measured steps. Raises ValueError for negative ones.
-    """
-    check_number(least=0, compile_seconds=compile_seconds)
-    check_number(least=0, plain_step=plain_step, compiled_step=compiled_step)
+    """After how many steps compiling has paid for itself; None if it is no faster."""
     earned_per_step = plain_step - compiled_step
     if earned_per_step <= 0:
         return None
@@ -168,7 +155,6 @@ class Compiled:
     divided: dict[Any, Callable[..., Any]]  # what dry runs of this model have traced, by shape
 
     def taken_out(self) -> None:
-        """The block is no longer one that is compiled."""
         unmark(self, COMPILED)
 
     def forward(self, hidden_states: torch.Tensor, *others: Any, **options: Any) -> Any:
@@ -180,7 +166,6 @@ class Compiled:
         if caches_among(others, options):
             _warn_of_cache()
             return super().forward(hidden_states, *others, **options)
-        _refuse_selective_checkpoint()
         _refuse_bf16_without_kernels(hidden_states)
         if _trains(self):
             hidden_states = _with_gradient(hidden_states)
@@ -274,8 +259,6 @@ def _require_first(model: Any) -> None:
             "this model is sharded already: compile the blocks first, and shard them then"
         )
     blocks = decoder_blocks(model)
-    if any_marked(blocks, COMPILED):
-        raise ValueError("the blocks are compiled already")
     if any_marked(blocks, CHECKPOINTED_INDEX):
         raise ValueError(
             "this model is checkpointed: remove the checkpointing, compile the blocks, then "
@@ -322,18 +305,6 @@ def _operators_are_counted() -> bool:
     modes = dispatch._get_current_dispatch_mode_stack()
     counted = any(isinstance(mode, LiveBytes) for mode in modes)
     return inside or counted or torch._guards.active_fake_mode() is not None
-
-
-def _refuse_selective_checkpoint() -> None:
-    """A selective checkpoint chooses among operators. A compiled block is none of them."""
-    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
-
-    for mode in dispatch._get_current_dispatch_mode_stack():
-        if isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode):
-            raise ValueError(
-                "a selective checkpoint cannot look into compiled blocks, which choose by "
-                "themselves what they keep: use mode='block' with them"
-            )
 
 
 @functools.cache  # once per process

@@ -46,7 +46,6 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths
 
 Batch = dict[str, torch.Tensor]
@@ -91,13 +90,10 @@ def curriculum_batches(
         tokens: a stream of ids [tokens], or a list of documents, which are joined.
         stages: (length, share of the steps) in ascending order of length; each length divides the
             longest.
-    Raises ValueError for stages that do not fit each other or the sizes.
     """
     schedule = curriculum_schedule(stages=stages, tokens_per_step=tokens_per_step, steps=steps)
-    check_whole(start_step=start_step, least=0, most=steps)
     if not isinstance(tokens, torch.Tensor):
         tokens = torch.tensor(list(itertools.chain.from_iterable(tokens)))
-    check_whole(stream_tokens=len(tokens), least=tokens_per_step)
     lengths = []  # of every step's rows
     for length, count in schedule:
         lengths += [length] * count
@@ -147,10 +143,7 @@ def _piece_starts(epoch: int, *, tokens: int, longest: int, seed: int) -> list[i
 def curriculum_schedule(
     *, stages: Stages, tokens_per_step: int, steps: int
 ) -> list[tuple[int, int]]:
-    """The stages as (length, number of steps); the numbers sum to `steps`.
-
-    Raises ValueError for stages that do not fit each other or the sizes.
-    """
+    """The stages as (length, number of steps); the numbers sum to `steps`."""
     lengths = [length for length, _ in stages]
     shares = [share for _, share in stages]
     longest = lengths[-1]
@@ -176,11 +169,7 @@ def curriculum_schedule(
 
 
 def flops_per_token(model: Any, *, seq_len: int) -> float:
-    """Operations of forward and backward per token: 6 P + 6 L Q S.
-
-    Two per multiplied weight in forward and four in backward. Causal attention reads S/2 keys on
-    average, in two products.
-    """
+    """Operations of forward and backward per token: 6 P + 6 L Q S."""
     # What is looked up multiplies nothing, unless it is the output layer as well.
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     looked_up = {id(embedding.weight) for embedding in embeddings}
@@ -193,21 +182,14 @@ def flops_per_token(model: Any, *, seq_len: int) -> float:
 
 
 def predicted_share_of_compute(model: Any, *, stages: Stages) -> float:
-    """The share of the compute that the stages need for the same tokens.
-
-    Compared with training at the longest length. Divide a number of steps by it for the steps at
-    equal compute.
-    """
+    """The share of the compute that the stages need for the same tokens."""
     cost = sum(share * flops_per_token(model, seq_len=length) for length, share in stages)
     longest, _ = stages[-1]
     return cost / flops_per_token(model, seq_len=longest)
 
 
 def steps_at_equal_compute(model: Any, stages: Stages, steps: int, *, full_length: int) -> int:
-    """How many steps of the schedule cost what `steps` at the full length cost.
-
-    Every step has the same number of tokens.
-    """
+    """How many steps of the schedule cost what `steps` at the full length cost."""
     full = flops_per_token(model, seq_len=full_length)
     longest, _ = stages[-1]
     # The share refers to the schedule's own longest rows, which may be shorter than the full ones.

@@ -44,7 +44,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.measure.machine import machine, synchronize
 from recipes_lib.core.ranks import rank as own_rank
@@ -57,11 +56,7 @@ Collate = Callable[[list[Any]], Batch]
 
 
 def prefetched_by_hand(batches: Iterable[Batch], *, ahead: int = 2) -> Iterator[Batch]:
-    """The same batches in the same order, made by a thread while the caller trains.
-
-    A thread helps where making a batch means waiting for a disk or a network. Python code of two
-    threads takes turns, so tokenizing needs processes.
-    """
+    """The same batches in the same order, made by a thread while the caller trains."""
     source = iter(batches)
     with ThreadPoolExecutor(max_workers=1) as thread:
         waiting = deque(thread.submit(next, source, None) for _ in range(ahead))
@@ -87,8 +82,6 @@ def step_loader(
     rank: int | None = None,
     ranks: int | None = None,
     workers: int = 0,
-    prefetch: int = 2,
-    pin: bool | None = None,
 ) -> DataLoader:
     """Load this rank's part of the steps `start`, `start + 1`, … up to `steps`, in this order.
 
@@ -103,26 +96,18 @@ def step_loader(
             `torch` is a function of the step and the rank, too.
         rank, ranks: by default those of the process group, or one rank without one.
         workers: processes that make batches; 0 makes them in this process, while the step waits.
-        prefetch: batches that each worker has ready or in work.
-        pin: hand batches over in pinned memory; by default on a machine with a GPU.
-    Raises ValueError for rows_per_step that the ranks do not divide, and for numbers out of range.
     """
     if ranks is None:
         rank, ranks = own_rank(), world_size()
-    check_whole(rank=rank, least=0, most=ranks - 1)
-    check_whole(start=start, least=0, most=steps)
     if rows_per_step % ranks:
         raise ValueError(f"rows_per_step={rows_per_step}: give a multiple of the {ranks} ranks")
-    if pin is None:
-        pin = machine().device == "cuda"
     return DataLoader(
         StepData(rows, rows_per_step, collate, seed, rank, ranks),
         # The loader's items are whole batches, and their numbers are the steps.
         sampler=range(start, steps),
         batch_size=None,
         num_workers=workers,
-        prefetch_factor=prefetch if workers > 0 else None,
-        pin_memory=pin,
+        pin_memory=machine().device == "cuda",
         # By default a loader draws a number from those of the training, whose dropout would then
         # depend on when a loader is made.
         generator=torch.Generator(),
@@ -143,7 +128,6 @@ class StepData(Dataset):
         self.ranks = ranks
 
     def __getitem__(self, step: int) -> Batch:
-        """The batch of a step: its rows in the order of the epoch, this rank's slice of them."""
         chosen = rows_of_step(
             step, rows=len(self.rows), rows_per_step=self.rows_per_step, seed=self.seed
         )
@@ -167,11 +151,7 @@ def random_numbers_of(name: str) -> Iterator[None]:
 
 
 def to_device(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
-    """Each batch on `device`. From pinned memory the copy runs beside the step before.
-
-    For that it has a stream of its own: in the stream of the training, it would wait until the
-    step before is done.
-    """
+    """Each batch on `device`. From pinned memory the copy runs beside the step before."""
     device = torch.device(device)
     if device.type != "cuda":
         for batch in batches:
@@ -190,10 +170,7 @@ def to_device(batches: Iterable[Batch], device: torch.device | str) -> Iterator[
 
 @dataclass(frozen=True)
 class Stalls:
-    """How long steps waited for their batches.
-
-    `waiting` and `training` are seconds, one number for each step.
-    """
+    """How long steps waited for their batches."""
 
     waiting: list[float]
     training: list[float]

@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.checkpoint_state import random_states, set_random_states
 from recipes_lib.core.model.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
 from recipes_lib.core.ranks import world_size
@@ -127,12 +126,9 @@ def fit_micro_batches(
             the caller.
         model: the module whose gradients `step` makes, of any kind.
         micro_batches: where to start; 1 or what fitted last time.
-    Raises ValueError if k does not divide the batch, if gradients are already there (a failed
-    attempt could not be told from them), if the optimizer steps inside, or in several processes;
-    torch.OutOfMemoryError if even micro-batches of one row do not fit. Any other error of `step`
-    passes through.
+    Any other error of `step` passes through.
     """
-    _check(model, batch_size, micro_batches)
+    _check(model)
     before = random_states()
     versions = _versions(model)  # to see whether `step` updates the weights
     attempts: list[Attempt] = []
@@ -196,12 +192,7 @@ def _next_divisor(k: int, batch_size: int) -> int | None:
 # --- guards ---------------------------------------------------------------------------------------
 
 
-def _check(model: Any, batch_size: int, micro_batches: int) -> None:
-    check_whole(batch_size=batch_size, micro_batches=micro_batches)
-    if batch_size % micro_batches:
-        raise ValueError(
-            f"micro_batches={micro_batches}: give a number that divides batch_size={batch_size}"
-        )
+def _check(model: Any) -> None:
     # A failed attempt must be able to take back what it did.
     parameters = list(model.parameters())
     if any_marked(parameters, STEPS_IN_BACKWARD) or any_marked(parameters, GRADIENT_TAKER):
@@ -235,8 +226,6 @@ def predicted_micro_batches(
 
         def peak(micro_batches):
             return predict(build_of(micro_batches)).peak
-
-    Raises ValueError if even one row at a time does not fit.
     """
     micro_batches = 1
     while True:

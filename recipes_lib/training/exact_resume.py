@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.checkpoint_state import (
     NO_PARTS,
     check_same_run,
@@ -91,9 +90,7 @@ def save_checkpoint(
     Args:
         run: facts that a resumed run must share, as JSON takes them: settings, length of the data.
         parts: everything else with `state_dict()` and `load_state_dict()`: schedule, loss scaling.
-    Raises ValueError for what could not be loaded, and leaves the checkpoint before.
     """
-    check_whole(least=0, step=step)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
@@ -116,11 +113,7 @@ def load_checkpoint(
     run: Mapping[str, Any],
     parts: Mapping[str, Any] = NO_PARTS,
 ) -> int:
-    """Put the state of the file `path` back; returns the number of steps that were done.
-
-    Raises ValueError, before anything is changed, if a fact of the run, the model, its frozen base,
-    the optimizer or the parts differs.
-    """
+    """Put the state of the file `path` back; returns the number of steps that were done."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     facts = facts_of(run, model, optimizer, parts)
     check_same_run(Path(path), saved=state["facts"], given=facts)

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.model.marks import STEPS_IN_BACKWARD, any_marked
 from recipes_lib.core.model.output_layer import at_least_fp32, require_shifted_loss
@@ -114,8 +113,6 @@ def accumulate_gradients(
         backward: replaces `loss.backward()` (loss scaling).
     Returns the loss of the whole batch, a detached scalar: the mean cross-entropy over all its
     target tokens.
-    Raises ValueError if k does not divide B, if no label is left to train on, if the model adds a
-    loss of its own, or if the optimizer steps in backward.
     """
     micros = batch
     if isinstance(batch, Mapping):  # a tokenizer returns one that is no dict
@@ -135,8 +132,7 @@ def accumulate_gradients(
 
 
 def split(batch: Batch, micro_batches: int | None) -> list[Batch]:
-    """The k micro-batches [B/k, S] of a batch. Raises ValueError if k does not divide B."""
-    check_whole(micro_batches=micro_batches)
+    """The k micro-batches [B/k, S] of a batch."""
     rows = len(batch["input_ids"])
     if rows % micro_batches:
         raise ValueError(

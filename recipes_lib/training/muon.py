@@ -67,16 +67,7 @@ def muon_adamw(
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
 ) -> torch.optim.Optimizer:
-    """Make an optimizer for a causal LM: Muon for the blocks' matrices, and AdamW for the rest.
-
-    Use it like any other optimizer. Its first group are the matrices, its second one is the rest.
-
-    Args:
-        model: a Hugging Face causal LM; frozen parameters are left out.
-        betas: of the AdamW for the rest.
-    Raises ValueError for trainable parameters that are not fp32 or are sharded, and for a model
-    whose blocks have no trainable matrix.
-    """
+    """Make an optimizer for a causal LM: Muon for the blocks' matrices, and AdamW for the rest."""
     split = split_for_muon(model)
     require_whole_fp32([*split.matrices, *split.rest])
     muon = torch.optim.Muon(
@@ -96,12 +87,7 @@ class Split(NamedTuple):
 
 
 def split_for_muon(model: nn.Module) -> Split:
-    """Which trainable parameters Muon trains: the weights of the linear layers in the blocks.
-
-    Everything else is the rest: embedding and output layer, tied or not, norms, biases,
-    convolutions, experts that are stored in one tensor, and LoRA's matrices. Raises ValueError for
-    what is no causal LM, and if there is no matrix.
-    """
+    """Which trainable parameters Muon trains: the weights of the linear layers in the blocks."""
     require_causal_lm(model)
     in_blocks = _matrices_of_blocks(model)
     split = Split([], [])

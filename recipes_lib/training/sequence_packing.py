@@ -41,7 +41,6 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import check_rows
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.data.evaluation import evaluating
@@ -88,8 +87,6 @@ def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None)
     Args:
         rows: with `input_ids` and `labels`, as from `load_instructions`.
         seed: shuffles the packed rows, which otherwise come longest document first.
-    Raises ValueError for a row that is longer than `length`, one whose labels are more or fewer
-    than its tokens, and one that is packed or padded already.
     """
     rows = list(rows)
     check_rows(rows)
@@ -104,7 +101,6 @@ def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None)
 
 def best_fit(lengths: Sequence[int], *, length: int) -> list[list[int]]:
     """The indices of `lengths` in bins of at most `length`, as `fill_rows` does, but quickly."""
-    check_whole(length=length)
     for row, tokens in enumerate(lengths):
         if not 1 <= tokens <= length:
             raise ValueError(
@@ -150,7 +146,6 @@ def collate_packed(
     longest = max(len(pack["input_ids"]) for pack in packs)
     if length is None:
         length = longest
-    check_whole(least=longest, length=length)
     columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
     for pack in packs:
         missing = length - len(pack["input_ids"])
@@ -170,7 +165,7 @@ def check_document_mask(model: Any, batch: dict[str, torch.Tensor]) -> None:
     Changes every token of the first document and looks whether the logits of the others move.
     Attention that does not know the borders, and state space models, fail here. So does a model
     that does not begin its positions again (Whisper's decoder): the second document is compared
-    with itself alone. Raises ValueError for a batch in which no row holds two documents.
+    with itself alone.
     """
     require_shifted_loss(model)
     row, border, end = _second_document(batch["position_ids"])
@@ -229,11 +224,7 @@ def padded_tokens(lengths: Sequence[int], *, batch_size: int) -> int:
 def predicted_speedup(
     lengths: Sequence[int], *, length: int, batch_size: int, packs_per_batch: int = 1
 ) -> float:
-    """How many times fewer tokens are processed than in batches of `batch_size` padded rows.
-
-    That is the speed-up as far as time is proportional to tokens. `packs_per_batch` packed rows are
-    padded to the longest of them.
-    """
+    """How many times fewer tokens are processed than in batches of `batch_size` padded rows."""
     packs = []
     for members in best_fit(lengths, length=length):
         packs.append(sum(lengths[i] for i in members))

@@ -74,7 +74,6 @@ def track(
         folder: everything is written here; it holds any number of runs, told apart by `run_name`.
         settings: hyper-parameters, stored with the run. MLflow refuses another value on resume.
         resume_step: continue the run; the first step that is logged (again).
-    Raises FileExistsError for a run that is there already, without `resume_step`.
     """
     check_choice(LIBRARIES, backend=backend)
     path = Path(folder).expanduser().resolve() / run_name
@@ -85,10 +84,7 @@ def track(
 
 
 class Tracker(contextlib.AbstractContextManager):
-    """A run being written. `with` closes it; after an error, MLflow and W&B record a failed run.
-
-    Each library has a subclass. `path` is the run's folder, and its name the run's name.
-    """
+    """A run being written. `with` closes it; after an error, MLflow and W&B record a failed run."""
 
     def __init__(self, path: Path, settings: dict[str, Any], resume_step: int | None) -> None:
         raise NotImplementedError
@@ -191,13 +187,9 @@ LIBRARIES: dict[str, type[Tracker]] = {
 def read_back(
     folder: str | Path, *, backend: str = "tensorboard", run_name: str = "run"
 ) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard's own reader finds: name -> (step, value), the newest of each step.
-
-    MLflow and W&B show their runs themselves.
-    """
+    """What TensorBoard's own reader finds: name -> (step, value), the newest of each step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    check_choice(["tensorboard"], backend=backend)
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each resume
     # All values, not a sample. What a resume replaces is left out, as on the page.
     events = EventAccumulator(str(Path(folder) / run_name), size_guidance={"scalars": 0}).Reload()

@@ -37,7 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.mixing import mix_in
 from recipes_lib.core.model.probe import proves
@@ -71,8 +70,6 @@ def apply_grouped_experts(model: Any) -> Any:
     Under autocast they compute in its dtype, which transformers' own grouped product does not.
     Where PyTorch has no grouped product for the device or the sizes, a loop over the sorted rows
     takes its place.
-
-    Raises ValueError for a model without experts of this kind, and if this is applied already.
     """
     require_causal_lm(model)
     modules = experts_of(model)
@@ -106,11 +103,7 @@ def grouped_experts(
     *,
     gate: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """What `looped_experts` computes, with two products for all experts together.
-
-    Args:
-        gate: [rows, 2F] -> [rows, F], such as silu(first half) * second half.
-    """
+    """What `looped_experts` computes, with two products for all experts together."""
     count = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)  # rows of one expert next to each other
     rows = torch.bincount(chosen.flatten(), minlength=len(gate_up))
@@ -123,11 +116,7 @@ def grouped_experts(
 
 
 def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """x [R, I], weights [E, O, I] -> [R, O]: each group of rows with the weights of its expert.
-
-    Args:
-        ends: [E] in int32, where the rows of each expert end.
-    """
+    """x [R, I], weights [E, O, I] -> [R, O]: each group of rows with the weights of its expert."""
     if torch.is_autocast_enabled(x.device.type):
         # A linear layer is cast by autocast, a grouped product is not.
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -160,14 +149,9 @@ def small_mixture(
     vocabulary: int = 128,
     seed: int = 0,
 ) -> Any:
-    """A model of Qwen3-MoE's shape with random weights, in fp32 on the CPU, in training mode.
-
-    `hidden` is a multiple of 8: there are four heads of even width. Raises ValueError for `active`
-    above `experts`.
-    """
+    """A model of Qwen3-MoE's shape with random weights, in fp32 on the CPU, in training mode."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    check_whole(active=active, most=experts)
     heads = 4
     config = Qwen3MoeConfig(
         vocab_size=vocabulary,
@@ -194,10 +178,7 @@ def small_mixture(
 
 
 def experts_of(model: Any) -> list[nn.Module]:
-    """The experts of each block that has some. Raises ValueError if there are none.
-
-    They keep their weights as gate_up_proj [E, 2F, D] and down_proj [E, D, F].
-    """
+    """The experts of each block that has some."""
     found = []
     for block in decoder_blocks(model):
         for module in block.modules():
@@ -244,10 +225,7 @@ class MixtureParameters:
 
 
 def predicted_parameters(model: Any) -> MixtureParameters:
-    """Weights of a mixture. A token meets k / E of those in experts, and all others.
-
-    The embedding counts as active, as it does in the names of models ("30B-A3B").
-    """
+    """Weights of a mixture. A token meets k / E of those in experts, and all others."""
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = sum(parameter.numel() for parameter in _expert_weights(model))
     count = experts_of(model)[0].gate_up_proj.shape[0]
@@ -256,10 +234,7 @@ def predicted_parameters(model: Any) -> MixtureParameters:
 
 
 def predicted_bytes(model: Any, *, ranks: int = 1) -> dict[str, int]:
-    """Bytes of one rank's weights, gradients and AdamW states: of all experts, not of the active.
-
-    With several ranks each has 1/N of the experts and all other weights.
-    """
+    """Bytes of one rank's weights, gradients and AdamW states, of all of its experts."""
     everything = sum(parameter.nbytes for parameter in model.parameters())
     experts = sum(parameter.nbytes for parameter in _expert_weights(model))
     weights = everything - experts + experts // ranks

@@ -48,9 +48,6 @@ def apply_expert_parallel(model: Any) -> Any:
     own rows. The weights of experts are DTensors: `.full_tensor()` joins them. After backward, call
     `average_gradients(model)`, or wrap the model in DistributedDataParallel before: it leaves the
     experts alone.
-
-    Raises ValueError on every rank for a model without experts of this kind, if they are shared or
-    sharded already, and if the ranks do not divide the experts.
     """
     mesh = default_mesh()
     agree(model=model)
@@ -107,8 +104,7 @@ class _Shared:
 def average_gradients(model: nn.Module) -> None:
     """After backward: the mean over ranks of all gradients but those of DTensors, in place.
 
-    With several micro-batches call it once, after the last backward. Raises ValueError where a
-    parameter has a gradient on one rank and none on another: no rank may be without rows.
+    With several micro-batches call it once, after the last backward.
     """
     mesh = default_mesh()
     plain = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}

@@ -75,10 +75,7 @@ def _reads(query: Tensor, key: Tensor, pattern: Pattern) -> Tensor:
 
 
 def block_sparse_mask(*, seq_len: int, **pattern: int | None) -> Tensor:
-    """The pattern as a dense mask [S, S], True where a query reads a key.
-
-    For pictures and tests: in training it would be what the technique avoids.
-    """
+    """The pattern as a dense mask [S, S], True where a query reads a key."""
     checked = _checked_pattern(seq_len=seq_len, **pattern)
     tokens = torch.arange(seq_len)
     return _reads(tokens[:, None], tokens, checked)
@@ -112,8 +109,6 @@ def apply_block_sparse(model: Any, *, block_size: int, **pattern: int | None) ->
     Right padding is exact. Where `position_ids` restart within a row, a new document begins: give
     no attention mask then, and `use_cache=False`; a model that carries a text past its attention,
     as convolutions do, refuses such rows. `model.set_attn_implementation("sdpa")` takes it back.
-    Raises ValueError for a pattern that does not exist and for capped scores; the model's forward
-    raises one for whatever else does not go with the pattern.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -149,8 +144,6 @@ def block_sparse_attention(
     Args:
         documents: ids [B, S]; a token reads tokens of the same id only.
         scale: of the scores, by default 1 / sqrt(E).
-    Raises ValueError for a pattern that does not exist, shapes that do not fit, and a device
-    without a kernel.
     """
     check_heads(q, k, v, allowed="q [B, H, S, E], and k and v [B, K, S, E] with H a multiple of K")
     checked = _checked_pattern(seq_len=q.shape[2], **pattern)
@@ -167,10 +160,7 @@ def block_sparse_attention(
 
 
 def block_pattern(*, seq_len: int, **pattern: int | None) -> list[list[int]]:
-    """For every block of queries the blocks of keys that it reads, ascending: its own is the last.
-
-    Raises ValueError for a pattern that does not exist.
-    """
+    """For every block of queries the blocks of keys that it reads: its own is the last."""
     checked = _checked_pattern(seq_len=seq_len, **pattern)
     blocks = parts_needed(seq_len, checked.block_size)
     return [_blocks_read_by(own, checked) for own in range(blocks)]
@@ -307,11 +297,7 @@ def _documents(
 
 
 def predicted_share_of_pairs(*, seq_len: int, block_size: int, **pattern: int | None) -> float:
-    """The share of the causal pairs of query and key that the pattern leaves.
-
-    It is also the share of attention's arithmetic, but for the future half of each block's own
-    keys, which the kernel computes and hides. Raises ValueError for a pattern that does not exist.
-    """
+    """The share of the causal pairs of query and key that the pattern leaves."""
     reads = block_pattern(seq_len=seq_len, block_size=block_size, **pattern)
     pairs = 0
     for own, keys in enumerate(reads):

@@ -36,11 +36,7 @@ class Call(NamedTuple):
 
 
 class BlocksOnCPU(torch.autograd.Function):
-    """All blocks of queries, in few calls of the dense kernel.
-
-    For backward it keeps what that kernel keeps: Q, K, V, the output, and for each query the
-    logarithm of the sum under its softmax.
-    """
+    """All blocks of queries, in few calls of the dense kernel."""
 
     @staticmethod
     def forward(

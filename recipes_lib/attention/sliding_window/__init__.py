@@ -44,7 +44,7 @@ from torch._guards import active_fake_mode
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
 from recipes_lib.attention._heads import check_heads, selects_keys
 from recipes_lib.attention.sliding_window.banded import band, banded_attention, block_length
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.grouped_heads import without_grouped_heads
 from recipes_lib.core.model.probe import TOKENS, proves
@@ -108,15 +108,10 @@ def apply_sliding_window(
     Apply it after what else sets the attention; a second call replaces the first, and
     `model.set_attn_implementation("sdpa")` takes it off. Returns `model`, each of whose attention
     modules now has the attribute `reach`.
-    Raises ValueError for a window below 1 or beyond the layer's own, an unknown layer, capped
-    scores; in the forward for left padding, packed rows, a static KV cache, attention dropout,
-    output_attentions.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     require_causal_lm(model)
-    check_whole(window=window)
-    check_whole(sinks=sinks, least=0)
     _refuse_other_scores(model)
     attentions = _attentions(model)
     known = {layer for layer, _ in attentions}
@@ -157,10 +152,7 @@ def sliding_window_attention(
     Args:
         scale: of the scores, by default 1 / sqrt(E).
         kernel: "banded" runs anywhere, "flex" needs CUDA, "auto" takes "flex" from Ampere on.
-    Raises ValueError for shapes that do not belong together, a window below 1, an unknown kernel.
     """
-    check_whole(window=window)
-    check_whole(sinks=sinks, least=0)
     check_heads(q, k, v, allowed="[B, H, S, E] and twice [B, KV, S, E], with H a multiple of KV")
     kernels = ["auto", "banded", "flex"] if q.is_cuda else ["auto", "banded"]
     check_choice(kernels, kernel=kernel)
@@ -199,7 +191,6 @@ def _flex_is_fast(device: torch.device) -> bool:
 def _flex(
     length: int, window: int, sinks: int, device: torch.device, dry_run: Any
 ) -> Callable[..., Tensor]:
-    """PyTorch's FlexAttention with the mask of this band."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def reads(batch, head, query, key):
@@ -219,7 +210,6 @@ def _flex(
 
 
 def _attentions(model: Any) -> list[tuple[int, nn.Module]]:
-    """The attention modules of the blocks, each with the number of its block."""
     found = []
     for layer, block in enumerate(decoder_blocks(model)):
         causal = [module for module in block.modules() if getattr(module, "is_causal", False)]
@@ -242,7 +232,6 @@ def _refuse_other_scores(model: Any) -> None:
 
 
 def _own_window(model: Any, layer: int) -> int | None:
-    """The window that the model itself gives this layer; None for full attention."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[layer] != "sliding_attention":
@@ -330,11 +319,7 @@ def _no_mask(
 
 
 def predicted_speedup(*, seq_len: int, window: int) -> float:
-    """How many times fewer scores than full causal attention computes: S / (2.5 W) in the limit.
-
-    Raises ValueError for a length or a window below 1.
-    """
-    check_whole(seq_len=seq_len, window=window)
+    """How many times fewer scores than full causal attention computes: S / (2.5 W) in the limit."""
     block = block_length(window, 0)
     blocks, rest = divmod(max(0, seq_len - window), block)
     causal_head = min(seq_len, window) ** 2 / 2

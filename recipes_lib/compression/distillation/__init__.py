@@ -49,7 +49,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes_lib.compression.distillation.chunks import distillation_loss
-from recipes_lib.core.checks import check_number, check_share, check_whole
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
@@ -119,21 +118,11 @@ def apply_distillation(
         block_pairs: (block of the student, block of the teacher), each from 0. The outputs of both
             are brought together: `hidden_state_loss` of each pair, their mean times
             `hidden_weight`, is added to the loss.
-    Raises ValueError for vocabularies of different sizes, for a student that is its own teacher,
-    for an output layer with adapters or in few bits, and for models whose loss or logits are not
-    the usual ones.
     """
     require_causal_lm(student)
     require_causal_lm(teacher)
-    check_number(above=0, temperature=temperature, teacher_share=teacher_share)
-    check_share(teacher_share=teacher_share)
-    check_number(least=0, hidden_weight=hidden_weight)
     _check_models(without_adapters(student), without_adapters(teacher))
     pairs = list(block_pairs)
-    for ours, theirs in pairs:
-        check_whole(least=0, most=len(decoder_blocks(student)) - 1, block_of_student=ours)
-        check_whole(least=0, most=len(decoder_blocks(teacher)) - 1, block_of_teacher=theirs)
-
     options = {"temperature": temperature, "teacher_share": teacher_share}
     causal = without_adapters(student)
     require_plain_loss(causal)
@@ -169,7 +158,6 @@ class Taught:
     teaching: Teaching
 
     def taken_out(self) -> None:
-        """From here on transformers finds the usual loss again."""
         del self._loss_function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,10 +198,7 @@ class Ran:
 
 
 def _run(causal: Any, forward: Callable[[], Any], blocks: Iterable[int]) -> Ran:
-    """Run `forward` of a causal LM up to its output layer, and keep what the `blocks` returned.
-
-    Raises ValueError if the model makes its logits otherwise than `OutputLayer` says.
-    """
+    """Run `forward` of a causal LM up to its output layer, and keep what the `blocks` returned."""
     kept: dict[int, Tensor] = {}
 
     def keep(number: int, _block: nn.Module, _inputs: Any, output: Any) -> None:
@@ -234,7 +219,6 @@ def _run(causal: Any, forward: Callable[[], Any], blocks: Iterable[int]) -> Ran:
 
 
 def _loss_of_a_step(student: Ran, teacher: Ran, teaching: Teaching, kwargs: dict) -> Tensor:
-    """The loss of what both models did on a batch, with the options of the student's forward."""
     targets = targets_of(kwargs).to(student.hidden.device)  # [B, S]
     ignored = kwargs.get("ignore_index", IGNORED)
     num_items = kwargs.get("num_items_in_batch")
@@ -292,11 +276,7 @@ class PlainLoss:
 
 
 def require_same_tokens(tokenizer: Any, teacher_tokenizer: Any) -> None:
-    """Raise ValueError unless both tokenizers give every token the same number.
-
-    The models alone cannot show it: two vocabularies of one size may hold other tokens, and the
-    student would learn the teacher's distribution over the wrong ones.
-    """
+    """Raise ValueError unless both tokenizers give every token the same number."""
     different = set(tokenizer.get_vocab().items()) ^ set(teacher_tokenizer.get_vocab().items())
     if different:
         tokens = sorted({token for token, _ in different})
@@ -307,8 +287,6 @@ def require_same_tokens(tokenizer: Any, teacher_tokenizer: Any) -> None:
 
 
 def _check_models(student: Any, teacher: Any) -> None:
-    if student is teacher:  # what changes a model in place returns the same model
-        raise ValueError("student and teacher are the same model: give two, such as make_student's")
     for model in (student, teacher):
         head = model.get_output_embeddings()
         if marked(head, QUANTIZED_BY) or beside_weight_and_bias(head):

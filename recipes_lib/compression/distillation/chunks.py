@@ -61,8 +61,7 @@ def distillation_loss(
             same with E. The teacher's get no gradients.
         num_items: divides the sum, instead of the number of targets: that of the whole batch, when
             `labels` are those of one micro-batch.
-    Returns the mean in fp32 or fp64. Backward runs once. Raises ValueError for labels outside the
-    vocabulary, and for a mean over no target.
+    Returns the mean in fp32 or fp64. Backward runs once.
     """
     rows = rows_with_a_target(labels, ignore_index)  # [N]
     targets = labels.flatten()[rows]  # [N]
@@ -89,8 +88,6 @@ def distillation_loss(
 
 @dataclass(frozen=True)
 class Mixture:
-    """How the two losses are mixed."""
-
     temperature: float
     teacher_share: float
 

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.measure.machine import require
@@ -156,11 +156,6 @@ def export_language_model(
             those that the model was trained for.
         tokenizer: of the model; the ids that begin and end a text are written into the file.
             None: those of the model's generation_config, as far as it has them.
-    Raises ValueError, before anything is written, for a model that ExecuTorch's Llama cannot be,
-    for layers that are quantized already or train on another grid, for a group that does not divide
-    all layers, and for a tokenizer without a token that ends a text, unless the model has one.
-    RuntimeError if a layer was left unquantized; ValueError if one is outside of XNNPACK: no file
-    stays. ImportError without ExecuTorch.
     """
     check_file(example="model.pte", path=path)
     path = Path(path)
@@ -176,22 +171,14 @@ def export_language_model(
             settings = _settings(unfinished, custom_attention, max_length, metadata)
             Path(settings.base.params).write_text(json.dumps(llama_parameters(model.config)))
             torch.save(llama_weights(model, widths), settings.base.checkpoint)
-            delegation, quantized = _export(settings)
+            delegation = _export(settings)
             require_delegated(delegation, operators=PRODUCTS)
-            layers = len(LINEARS) * len(decoder_blocks(model)) + 1
-            if weight_bits is not None and quantized != layers:
-                raise RuntimeError(f"{quantized} of {layers} linear layers are quantized: no file")
     seconds = time.perf_counter() - start
     return ExportedFile(path, bytes=path.stat().st_size, seconds=seconds, delegation=delegation)
 
 
 def load_language_model(path: str | Path, *, threads: int = 1) -> PteLanguageModel:
-    """Load a `.pte` that `export_language_model` has written into ExecuTorch's runtime.
-
-    Args:
-        threads: of ExecuTorch, for all files of this process.
-    Raises ValueError if there is no such file; ImportError without ExecuTorch.
-    """
+    """Load a `.pte` that `export_language_model` has written into ExecuTorch's runtime."""
     check_existing_file(made_by="export_language_model", path=path)
     return PteLanguageModel(Path(path), threads=threads)
 
@@ -223,18 +210,13 @@ def _settings(path: Path, custom_attention: bool, max_length: int, metadata: dic
     return settings
 
 
-def _export(settings: Any) -> tuple[Delegation, int]:
-    """Which operators XNNPACK has taken, and how many linear layers are quantized."""
+def _export(settings: Any) -> Delegation:
     from executorch.examples.models.llama import export_llama_lib
-    from torchao.quantization import IntxUnpackedToInt8Tensor
 
     # The public `export_llama` returns only the file's name. This is what it calls: it also
     # returns the lowered program.
     builder = export_llama_lib._export_llama(settings)
-    lowered = builder.edge_manager.exported_program().graph_module
-    linears = [module for module in builder.model.modules() if isinstance(module, nn.Linear)]
-    whole = [isinstance(linear.weight, IntxUnpackedToInt8Tensor) for linear in linears]
-    return read_delegation(lowered), sum(whole)
+    return read_delegation(builder.edge_manager.exported_program().graph_module)
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------
@@ -244,7 +226,6 @@ def _widths(
     weight_bits: int | None, group: int, output_bits: int | None, embedding_bits: int | None
 ) -> Widths:
     check_choice((4, 8, None), weight_bits=weight_bits)
-    check_whole(group=group)
     if weight_bits is None:
         return Widths(None, group, None, None)
     check_choice((4, 8), output_bits=output_bits)
@@ -278,7 +259,6 @@ def _check_model(model: Any, widths: Widths, max_length: int) -> None:
 
 
 def _check_groups(model: Any, widths: Widths) -> None:
-    """The group divides every layer that has groups, and no layer is on another grid already."""
     layers = {"the output layer": (model.get_output_embeddings(), widths.output_bits)}
     for number, block in enumerate(decoder_blocks(model)):
         for name in LINEARS:
@@ -307,10 +287,7 @@ def _check_not_rounded(weight: Tensor, name: str, group: int) -> None:
 
 
 def _special_tokens(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The ids that begin and end a text, for the runner: its own defaults are other tokens.
-
-    Raises ValueError for a tokenizer where neither it nor the model says what ends a text.
-    """
+    """The ids that begin and end a text, for the runner: its own defaults are other tokens."""
     source = model.generation_config
     if tokenizer is not None:
         source = tokenizer
@@ -343,11 +320,7 @@ def predicted_bytes(
     output_bits: int | None = 8,
     embedding_bits: int | None = 8,
 ) -> int:
-    """The weights and scales of the `.pte`, in bytes; arguments as in `export_language_model`.
-
-    A scale of a group takes two bytes, one of a row four. The plan of the graph comes on top.
-    Raises ValueError for no causal LM.
-    """
+    """The weights and scales of the `.pte`, in bytes; arguments as in `export_language_model`."""
     require_causal_lm(model)
     widths = _widths(weight_bits, group, output_bits, embedding_bits)
     causal = without_adapters(model)

@@ -83,7 +83,6 @@ def llama_weights(model: Any, widths: Widths) -> dict[str, Tensor]:
 
 
 def _rows(linear: nn.Linear, name: str, config: Any) -> dict[str, Tensor]:
-    """Weight and bias of a layer, in ExecuTorch's order."""
     rows = {"weight": _plain(linear.weight)}
     if linear.bias is not None:
         rows["bias"] = _plain(linear.bias)
@@ -94,7 +93,6 @@ def _rows(linear: nn.Linear, name: str, config: Any) -> dict[str, Tensor]:
 
 
 def _plain(values: Tensor) -> Tensor:
-    """In fp32 on the CPU, without a gradient."""
     return values.detach().to(device="cpu", dtype=torch.float32)
 
 
@@ -123,7 +121,7 @@ def llama_parameters(config: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def require_same_logits(model: Any, widths: Widths) -> None:
-    """ExecuTorch's Llama with these weights answers as `model` does; raises ValueError if not.
+    """ExecuTorch's Llama with these weights answers as `model` does.
 
     With unrounded weights, unless the model rounds them itself: then on the grid of the file.
     """
@@ -157,10 +155,7 @@ def require_same_logits(model: Any, widths: Widths) -> None:
 
 
 def on_linear_grid(weight: Tensor, *, bits: int | None, group: int | None) -> Tensor:
-    """A linear layer's `weight` [N, K] as whole numbers, its inputs rounded to 8 bits as they come.
-
-    With 4 bits `group` inputs share a scale, with 8 bits all inputs of a row do.
-    """
+    """A linear layer's `weight` [N, K] as whole numbers; its inputs get 8 bits as they come."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig
     from torchao.quantization.granularity import PerAxis, PerGroup
 
@@ -189,7 +184,6 @@ def on_embedding_grid(weight: Tensor, *, bits: int | None) -> Tensor:
 
 
 def _quantized(layer: nn.Module, weight: Tensor, config: Any) -> Tensor:
-    """What torchao makes of `weight` in this layer."""
     from torchao.quantization import quantize_
 
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)

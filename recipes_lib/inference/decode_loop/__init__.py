@@ -48,7 +48,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.model.decoding import KeyValueCache
 from recipes_lib.core.model.grouped_heads import without_grouped_heads
@@ -95,9 +94,7 @@ def apply_decode_loop(model: Any) -> Decoder:
     Changing its dtype or replacing its layers does not change the model; writing into a shared
     weight would.
 
-    Raises ValueError for a model that is no causal LM, or whose arithmetic is not that of the loop:
-    learned positions, scaled embeddings, parallel residuals, partial rotation, mixtures of experts,
-    quantized layers. What is read has to give the model's logits on a few tokens.
+    What is read has to give the model's logits on a few tokens.
     """
     require_causal_lm(model)
     require_the_same_at_any_length(without_adapters(model))
@@ -135,12 +132,7 @@ class Decoder(nn.Module):
         self.eval()
 
     def new_cache(self, *, batch: int = 1, max_tokens: int) -> KeyValueCache:
-        """An empty cache for `batch` rows of up to `max_tokens` tokens, prompt included.
-
-        Raises ValueError for more tokens than the model has positions, or than its sliding window:
-        inside of it a window changes nothing, and beyond it this loop does not forget.
-        """
-        check_whole(max_tokens=max_tokens, batch=batch)
+        """An empty cache for `batch` rows of up to `max_tokens` tokens, prompt included."""
         self._require_room(max_tokens)
         weight = self.embedding.weight
         self._grow_table(max_tokens, weight.device)
@@ -169,10 +161,7 @@ class Decoder(nn.Module):
         Args:
             row_by_row: attention of the K tokens one after the other, without a mask, as in K calls
                 of one token each (for speculative decoding: the same result as alone).
-        Raises ValueError if the cache has no room for them, or is for another number of rows.
         """
-        if len(tokens) != cache.batch:
-            raise ValueError(f"tokens {list(tokens.shape)}: give [{cache.batch}, K] for this cache")
         with _without_gradients():
             count = tokens.shape[1]
             cache.reserve(count)

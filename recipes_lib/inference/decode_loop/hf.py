@@ -59,8 +59,6 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """The layers of a whole model."""
-
     sizes: Sizes
     embedding: nn.Embedding
     blocks: list[BlockWeights]
@@ -102,7 +100,6 @@ def _sizes(model: Any) -> Sizes:
 
 
 def _window(config: Any) -> int | None:
-    """The sliding window in tokens, if one of the layers has one."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "sliding_attention" not in kinds:
         return None
@@ -192,7 +189,6 @@ def _activation(act_fn: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    """A parameter without a gradient on the same memory."""
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
@@ -214,7 +210,7 @@ def require_the_same_at_any_length(model: Any) -> None:
 
 
 def decoder_with_equal_logits(model: Any, decoder_class: Callable[[Weights], Any]) -> Any:
-    """A decoder of the weights of `model`. Raises ValueError unless it gives the same logits."""
+    """A decoder of the weights of `model`."""
     try:
         decoder = decoder_class(read_weights(model))
         error, allowed = error_of_logits(model, decoder)
@@ -233,10 +229,7 @@ def decoder_with_equal_logits(model: Any, decoder_class: Callable[[Weights], Any
 
 @torch.no_grad()
 def error_of_logits(model: Any, decoder: Any) -> tuple[float, float]:
-    """How far the logits of a few tokens are from those of `model`, and how far they may be.
-
-    Most of them come in one call and the last ones one by one, so both ways are compared.
-    """
+    """How far the logits of a few tokens are from those of `model`, and how far they may be."""
     spread = torch.linspace(0, decoder.vocabulary - 1, PROBE_TOKENS)
     tokens = spread.long()[None].to(model.device)  # [1, S]
     with evaluating(model):

@@ -33,7 +33,6 @@ class RootMeanSquareNorm(nn.Module):
         self.register_buffer("zero", torch.zeros_like(floor), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> the same shape and dtype."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         length = torch.hypot(length, self.floor)  # [..., 1]
         # zero + root * x / length: a factor and a quotient in one operator.
@@ -50,5 +49,4 @@ class HeadNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., H, E] -> the same shape."""
         return functional.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight

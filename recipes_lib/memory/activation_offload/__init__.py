@@ -42,7 +42,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure import dry
 from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
@@ -93,14 +93,9 @@ def offload_activations(
         in_flight: how many storages may be on their way in one direction; 1 if they are large.
             With 0 nothing comes back ahead: backward waits for each, and has one less in memory.
         directory: of the file; None is /var/tmp.
-    Raises ValueError for what cannot work here ("host" without CUDA, a directory in memory, a
-    model that is no causal LM) or moves nothing, OSError for a disk without room, RuntimeError for
-    in-place changes of saved tensors and a backward outside.
     """
     require_causal_lm(model)
     check_choice(("host", "disk"), to=to)
-    check_whole(min_bytes=min_bytes)
-    check_whole(least=0, in_flight=in_flight)
     device = _device_of_blocks(model)
     on_a_card = device.type == "cuda" or pretends_a_card()
     if to == "host" and not on_a_card:
@@ -133,11 +128,6 @@ def _offloading(
         saved_tensors_hooks(offloader.pack, offloader.unpack),
     ):
         yield offloader
-    if 0 < offloader.largest < min_bytes:
-        raise ValueError(
-            f"min_bytes={min_bytes}: nothing moved, the largest saved storage has "
-            f"{offloader.largest}"
-        )
 
 
 class Here(NamedTuple):
@@ -177,7 +167,6 @@ class Offloader:
         self, model: Any, store: HostStore | DiskStore | NoStore, min_bytes: int, in_flight: int
     ) -> None:
         self.moved_bytes = 0
-        self.largest = 0  # bytes of the largest storage that might have moved
         self._parameters = set(model.parameters())
         self._store = store
         self._min_bytes = min_bytes
@@ -192,7 +181,6 @@ class Offloader:
         self._order: list[weakref.ref[SavedStorage]] = []
 
     def start_taking(self, *_: Any) -> None:
-        """A hook of the first block."""
         self._taking = True
         self._finish(0)
 
@@ -207,7 +195,6 @@ class Offloader:
         weight = weight_that_was_cast(tensor)
         if size >= self._min_bytes and weight in self._parameters:
             return Cast(weight, weight._version, tensor.dtype, tensor.size(), tensor.stride())
-        self.largest = max(self.largest, size)
         if size < self._min_bytes:
             # `detach`, since with its own output the graph would own itself, and never be free.
             return Here(tensor.detach(), tensor._version)
@@ -223,7 +210,6 @@ class Offloader:
         return Away(saved, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def unpack(self, packed: Here | Away | Cast) -> torch.Tensor:
-        """Backward: the tensor again."""
         if isinstance(packed, Cast):
             _require_version(packed.weight, packed.version)
             copy = packed.weight.detach().to(packed.dtype)
@@ -295,7 +281,6 @@ def weight_that_was_cast(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _device_of_blocks(model: Any) -> torch.device:
-    """The one device that the model is on."""
     blocks = decoder_blocks(model)
     devices = {parameter.device for parameter in model.parameters()}
     if len(blocks) < 2 or len(devices) > 1:

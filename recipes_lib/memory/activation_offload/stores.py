@@ -83,10 +83,7 @@ class HostStore:
 
 
 class DiskStore:
-    """A file without a name, and one thread that serves it. Even a killed process leaves nothing.
-
-    Raises OSError for a directory that is not there.
-    """
+    """A file without a name, and one thread that serves it. A killed process leaves nothing."""
 
     def __init__(self, device: torch.device, directory: Path) -> None:
         self.device = device

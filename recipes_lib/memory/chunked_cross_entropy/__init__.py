@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.measure.dry_run import without_repetition
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
@@ -106,25 +105,15 @@ def apply_chunked_cross_entropy(model: Any, *, chunk_size: int | None = None) ->
     With `labels=` in training mode, or `skip_logits=True` in eval mode, the output has `loss` and
     no logits. `chunk_size` is that of `chunked_cross_entropy`.
 
-    Raises ValueError for a chunk size below 1, and for a model whose own loss is another one. The
-    model's forward raises it if the logits are more than a linear layer, the factor and the soft
-    cap of the configuration.
     """
     require_causal_lm(model)
-    if chunk_size is not None:
-        check_whole(chunk_size=chunk_size)
     loss = functools.partial(chunked_cross_entropy, chunk_size=chunk_size)
     mix_in(without_adapters(model), LossFromHidden, chunked_loss=loss)
     return model
 
 
 class LossFromHidden:
-    """What is mixed into the class of a causal LM: a loss without all logits.
-
-    Attributes:
-        chunked_loss: a function of hidden [B, S, D], weight [V, D] and the labels [B, S], which are
-            shifted already; with the keywords bias, softcap, num_items and ignore_index.
-    """
+    """What is mixed into the class of a causal LM: a loss without all logits."""
 
     chunked_loss: Callable[..., torch.Tensor]
 
@@ -192,8 +181,7 @@ def chunked_cross_entropy(
         softcap: c makes the logits c tanh(logits / c).
         num_items: divides the sum, instead of the number of targets: that of the whole batch, when
             `labels` are those of one micro-batch.
-    Returns fp32 or fp64. Backward runs once. Raises ValueError for wrong labels, and for a mean
-    over no target.
+    Returns fp32 or fp64. Backward runs once.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"hidden {[*hidden.shape]}, labels {[*labels.shape]}: one label per token")

@@ -84,11 +84,7 @@ def plain_awq_scales(weight: Tensor, inputs: Tensor, *, group: int = 32) -> Tens
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What the search has found for the layers that read one input.
-
-    `error` is the mean squared error of their outputs with the scales, `rounded` the one of
-    rounding alone, on the calibration tokens.
-    """
+    """What the search has found for the layers that read one input."""
 
     site: Site
     alpha: float
@@ -109,9 +105,6 @@ def apply_awq(
     Args:
         batches: calibration text: tensors [B, S] as the model takes them. Labels are not used,
             padding under an `attention_mask` does not count.
-    Raises ValueError, before anything changes, for a model that is not in fp32 or is quantized
-    already, one in which no scales can be folded exactly, widths that `group` does not divide, and
-    no text.
     """
     for choice in search_scales(model, batches, group=group, symmetric=symmetric):
         fold_scales(model, choice.site, choice.scales)
@@ -125,10 +118,7 @@ def search_scales(
     group: int = 32,
     symmetric: bool = False,
 ) -> list[Choice]:
-    """What `apply_awq` would fold, one choice for each input that layers share; changes nothing.
-
-    Arguments and errors are those of `apply_awq`.
-    """
+    """What `apply_awq` would fold, one choice for each input that layers share; changes nothing."""
     require_causal_lm(model)
     way_out = "give the model in full precision; after apply_awq comes apply_int4"
     names = layers_to_quantize(model, None, way_out=way_out)

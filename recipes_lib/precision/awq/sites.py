@@ -66,7 +66,7 @@ class Seen:
 
 
 def find_sites(model: Any, names: Iterable[str]) -> list[Site]:
-    """The sites that hold at least one of the linear layers `names`. Raises ValueError for none."""
+    """The sites that hold at least one of the linear layers `names`."""
     writers, readers = _run_and_record(model)
     calls = [name for linears in readers.values() for name in linears]
     # Not those that the text does not run through, for images or for an encoder.
@@ -108,7 +108,6 @@ def _run_and_record(model: Any) -> tuple[dict[int, list[str]], dict[int, list[st
 def _after_norms(
     model: Any, writers: dict[int, list[str]], readers: dict[int, list[str]]
 ) -> Iterator[Site]:
-    """Norms, and the linear layers that are handed what they return."""
     calls = [name for names in readers.values() for name in names]
     written = [name for names in writers.values() for name in names]
     for tensor, [norm, *_] in writers.items():
@@ -179,10 +178,7 @@ def fold_scales(model: Any, site: Site, scales: Tensor) -> None:
 
 
 def _offset_of(norm: nn.Module) -> float | None:
-    """What a norm adds to its weight before it multiplies: 0, or 1 in Gemma; None if neither.
-
-    The weight that makes the output zero tells.
-    """
+    """What a norm adds to its weight before it multiplies: 0, or 1 in Gemma; None if neither."""
     weight = getattr(norm, "weight", None)
     if weight is None or weight.dim() != 1:
         return None
@@ -261,14 +257,11 @@ def read_inputs(model: Any, sites: list[Site], batches: list[dict[str, Tensor]])
             real = mask.bool().flatten()
             count += int(real.sum())
             model(input_ids=ids, attention_mask=mask, use_cache=False)
-    if count == 0:
-        raise ValueError("no calibration text, or its attention_mask hides all of it")
     firsts = [site.linears[0] for site in sites]
     return [Seen(sums[name] / count, torch.cat(rows[name])) for name in firsts]
 
 
 def _few_logits(model: Any) -> Tensor:
-    """The logits of a few tokens, [1, S, V]."""
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.arange(1, 9, device=model.device)[None] % vocabulary  # [1, S]
     with evaluating(model):

@@ -58,10 +58,9 @@ from recipes_lib.precision._packed_linear import (
 )
 from recipes_lib.precision.int8.kernels import (
     has_packed_kernel,
-    integer_product,
     packed_weights,
+    plain_product,
     reduced_range,
-    weight_only_product,
 )
 
 KINDS = ("weight_only", "dynamic", "per_token")
@@ -119,8 +118,7 @@ def apply_int8(model: Any, *, kind: str = "weight_only", names: Iterable[str] | 
         kind: "weight_only", "dynamic" or "per_token".
         names: of the layers, as in `linear_layers(model)`. Default is all but the output layer
             and those whose weight the model's code reads by itself, as in Mamba.
-    Raises ValueError for an unknown kind or name, layers that are quantized already, adapters, and
-    a model that has no linear layer to replace. Warns where this machine has no fast kernel.
+    Warns where this machine has no fast kernel.
     """
     check_choice(KINDS, kind=kind)
     chosen = layers_to_quantize(model, names)
@@ -130,7 +128,6 @@ def apply_int8(model: Any, *, kind: str = "weight_only", names: Iterable[str] | 
 
 def int8_linear(linear: nn.Linear, *, kind: str = "weight_only") -> Int8Linear:
     """The int8 layer that takes the place of `linear`; arguments as in `apply_int8`."""
-    check_choice(KINDS, kind=kind)
     weight, scale = quantize_rows(linear.weight.detach())
     return Int8Linear(weight, scale, bias=linear.bias, kind=kind).eval()
 
@@ -164,46 +161,37 @@ class Int8Linear(PackedLinear):
         self.place(weight)
 
     def place(self, plain: Tensor) -> None:
-        """Keep int8 weights [N, K] as the kernel of their device wants them."""
         self._packed = packed_weights(self.kind, plain, self.scale)
-        # Without packed weights, "dynamic" gives each row a scale of its own.
+        # Without packed weights, activations are not rounded.
         packed = self._packed is not None
         mark(self, ONE_SCALE_PER_CALL, self.kind == "dynamic" and packed)
         self.register_buffer("weight", None if packed else plain, persistent=False)
 
     def plain(self) -> Tensor:
-        """The int8 weight [N, K]."""
         if self._packed is not None:
             return self._packed.whole_numbers()
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N], in the dtype of `x`. Raises ValueError where it should train."""
+        """[..., K] -> [..., N], in the dtype of `x`."""
         refuse_backward(x)
         if x.numel() == 0:
             return x.new_zeros(*x.shape[:-1], self.out_features)
         if self._packed is not None:
             y = self._packed.product(x)
         else:
-            product = weight_only_product if self.kind == "weight_only" else integer_product
-            y = product(x.reshape(-1, self.in_features), self.weight, self.scale)
+            y = plain_product(x.reshape(-1, self.in_features), self.weight, self.scale)
             y = y.view(*x.shape[:-1], self.out_features)
         if self._has_bias:
             y = y + self.bias.to(y.dtype)
         return y
 
     def dequantized(self) -> Tensor:
-        """The weight that this layer computes with, in fp32 [N, K]."""
         return self.plain().float() * self.scale.float()[:, None]
 
     @property
     def bytes_per_weight(self) -> float:
-        """Stored bytes for each weight, with its part of a scale."""
         return 1 + self.scale.element_size() / self.in_features
-
-    def extra_repr(self) -> str:
-        """What `print(model)` shows."""
-        return f"{self.in_features}, {self.out_features}, kind={self.kind}"
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickle: packed weights are a tensor there."""
@@ -226,7 +214,7 @@ def _warn_of_slow_path(kind: str, device: torch.device) -> None:
         if not whole_numbers and not native_bf16_on_cpu():
             problem = "this CPU has no VNNI and no native bf16: prompts are computed in fp32"
     elif not has_packed_kernel(device):
-        problem = "this CPU has no FBGEMM: int8 products are computed without packed weights"
+        problem = "this CPU has no FBGEMM: activations stay in their dtype, which is slower"
     elif reduced_range():
         problem = "this CPU has no VNNI: activations get 7 bits instead of 8"
     if problem:

@@ -7,9 +7,10 @@ On a CPU with FBGEMM, the weights lie in the order in which it reads them (packe
     weight_only   each row becomes two rows of 8 bits, x = high + rest / 126, in one product: VNNI
                   multiplies 8 bits by 8 bits several times as fast as it makes numbers of them
 
-The products of a plain tensor of weights are what is left: a CUDA device, a CPU without FBGEMM, and
-"weight_only" on a CPU without VNNI. On CUDA, eager weight-only products convert the weights first,
-and are slower than bf16; `torch.compile` can make the conversion a part of the product.
+What is left has a product of a plain tensor of weights, for all kinds alike, and activations stay
+in their dtype: a CUDA device, a CPU without FBGEMM, and "weight_only" on a CPU without VNNI. On
+CUDA it converts the weights first, and is slower than bf16; `torch.compile` can make the conversion
+a part of the product.
 
 What an operator demands, and what happens otherwise:
 
@@ -22,7 +23,6 @@ What an operator demands, and what happens otherwise:
                                 times as long, and says nothing
                                 K a multiple of 16: it reads 16 weights at a time, also those that
                                 belong to the next row
-    `_int_mm` on CUDA           more than 16 rows; K and N multiples of 8
 
 This file sees to all of that but the numbers, whose check would cost too much with "dynamic": they
 stay what they are with "weight_only" and "per_token".
@@ -39,7 +39,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from recipes_lib.precision._converted_weights import converted_product, product_dtype
 
@@ -70,11 +69,7 @@ def reduced_range() -> bool:
 
 
 class PackedWeights:
-    """Int8 weights [N, K] in the order in which FBGEMM reads them.
-
-    FBGEMM rounds activations to 8 bits with one scale for the call. The kinds of products differ
-    in what they hand to it, and what they make of the result.
-    """
+    """Int8 weights [N, K] in the order in which FBGEMM reads them."""
 
     divisor = 1.0  # of the scales: the product's own factor, which then costs no operator
 
@@ -89,7 +84,6 @@ class PackedWeights:
         self._reduce_range = reduced_range()
 
     def whole_numbers(self) -> Tensor:
-        """The int8 weight [N, K]."""
         with _fbgemm():
             weight, _ = torch.ops.quantized.linear_unpack(self._packed)
         return weight.int_repr()
@@ -223,35 +217,20 @@ GEMM_FROM_ROWS = 16
 # The kernel reads 16 numbers at a time, from addresses that are multiples of 32 bytes.
 KERNEL_STEP = 16
 KERNEL_ALIGNMENT = 32
-# cuBLAS multiplies int8 matrices of at least 17 rows, and with widths that are multiples of 8.
-CUDA_LEAST_ROWS = 17
-CUDA_STEP = 8
-
-# --- weight-only ----------------------------------------------------------------------------------
 
 
-def weight_only_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def plain_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x [M, K] times int8 `weight` [N, K] with a bf16 `scale` [N] per row: [M, N], as x's dtype."""
     few = len(x) < GEMM_FROM_ROWS and weight.shape[1] % KERNEL_STEP == 0
     if x.device.type == "cpu" and few:
         # With any other dtype the operator is right, and several times as slow.
         rows = x.to(torch.bfloat16)
         return torch.ops.aten._weight_int8pack_mm(_aligned(rows), weight, scale).to(x.dtype)
-    if product_dtype(x) == torch.float16:
-        return fp16_product(x, weight, scale)
     # Whole numbers up to 127 are exact in 16 bits, and the scales come after the sum: the weights
-    # are not rounded a second time.
-    y = converted_product(x, weight)  # [M, N]
+    # are not rounded a second time. fp16 ends at 65,504, which such a sum passes.
+    rows = x.float() if product_dtype(x) is torch.float16 else x
+    y = converted_product(rows, weight)  # [M, N]
     return (y * scale.to(y.dtype)).to(x.dtype)
-
-
-def fp16_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """The same in fp16, which ends at 65,504: sums of whole numbers would be infinite.
-
-    128ths of whole numbers are as exact. A sum of them is about as large as the result.
-    """
-    fractions = weight.to(x.dtype).mul_(1 / 128)  # [N, K]
-    return functional.linear(x, fractions) * (scale.float() * 128).to(x.dtype)  # [M, N]
 
 
 def _aligned(rows: Tensor) -> Tensor:
@@ -260,39 +239,3 @@ def _aligned(rows: Tensor) -> Tensor:
     if rows.data_ptr() % KERNEL_ALIGNMENT:
         return rows.clone()
     return rows
-
-
-# --- 8 bits times 8 bits --------------------------------------------------------------------------
-
-
-def integer_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x [M, K] with a scale per row, times int8 `weight`, in whole numbers: [M, N], on any device.
-
-    Rows and columns of zeros are added where cuBLAS wants more of them.
-    """
-    largest = x.float().abs().amax(dim=1, keepdim=True).clamp_min(TINY)  # [M, 1]
-    rounded = (x.float() * (127 / largest)).round().to(torch.int8)  # [M, K]
-    sums = whole_number_product(rounded, weight)  # [M, N]
-    return (sums * (largest / 127) * scale.float()).to(x.dtype)
-
-
-def whole_number_product(a: Tensor, b: Tensor) -> Tensor:
-    """int8 a [M, K] times b [N, K] transposed: int32 [M, N]."""
-    rows, outputs = len(a), len(b)
-    if a.device.type == "cuda":
-        width = _up_to_multiple(a.shape[1])
-        a = _padded(a, max(rows, CUDA_LEAST_ROWS), width)
-        b = _padded(b, _up_to_multiple(outputs), width)
-    return torch._int_mm(a, b.t())[:rows, :outputs]
-
-
-def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    more_rows = rows - matrix.shape[0]
-    more_columns = columns - matrix.shape[1]
-    if more_rows == 0 and more_columns == 0:
-        return matrix  # `pad` would copy it: all weights, for each token
-    return functional.pad(matrix, (0, more_columns, 0, more_rows))
-
-
-def _up_to_multiple(size: int) -> int:
-    return -(-size // CUDA_STEP) * CUDA_STEP

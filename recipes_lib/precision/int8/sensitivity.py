@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recipes_lib.core.checks import check_choice, check_number
 from recipes_lib.core.data.evaluation import document_rows, evaluating, next_token_logits
 from recipes_lib.core.model.linears import layers_to_quantize, linear_layers, replace_linears
-from recipes_lib.precision.int8 import KINDS, int8_linear
+from recipes_lib.precision.int8 import int8_linear
 
 
 class Sensitivity(NamedTuple):
@@ -59,20 +58,7 @@ def sensitivity(
     kind: str,
     groups: Mapping[str, Iterable[str]],
 ) -> list[Sensitivity]:
-    """Measure each group of layers by itself; the one that does most damage comes first.
-
-    `model` is as before when this returns, and when it fails. The predictions of the model for all
-    tokens are in memory meanwhile: tokens x vocabulary x 4 bytes.
-
-    Args:
-        model: a causal LM in full precision, or a decoder, as `apply_int8` takes them.
-        documents: lists of token ids, of text that nobody trained on.
-        kind: as in `apply_int8`.
-        groups: for each group the names of its layers: `groups_by_place(model)`, or your own.
-    Raises ValueError for an unknown kind, names that are no linear layers or are quantized already,
-    and documents that are no token ids of the model.
-    """
-    check_choice(KINDS, kind=kind)
+    """Measure each group of layers by itself; the one that does most damage comes first."""
     rows = document_rows(model, documents)
     # All names before the first group: a wrong one would be found after minutes of reading.
     names_of = {group: layers_to_quantize(model, names) for group, names in groups.items()}
@@ -95,7 +81,6 @@ def sensitivity(
 
 
 def _log_probabilities(model: Any, rows: list[Tensor]) -> Tensor:
-    """The logarithms of the predictions for all tokens of all documents, fp32 [tokens, V]."""
     logits = []
     with evaluating(model):
         for row in rows:
@@ -104,12 +89,7 @@ def _log_probabilities(model: Any, rows: list[Tensor]) -> Tensor:
 
 
 def sensitive_layers(scan: Iterable[Sensitivity], *, most_divergence: float) -> list[str]:
-    """The layers to keep in high precision, so that the others move the predictions little.
-
-    Groups are kept by the damage that they do per weight, the worst first, until the sum of the
-    divergences of the rest is at most `most_divergence` nats per token.
-    """
-    check_number(least=0, most_divergence=most_divergence)
+    """The layers to keep in high precision, so that the others move the predictions little."""
     left = sorted(scan, key=lambda one: one.divergence / one.weights)
     high: list[str] = []
     while sum(group.divergence for group in left) > most_divergence:

@@ -133,20 +133,13 @@ def apply_quantization_aware(
         embedding_bits: of the input embedding, with one scale for each row. None: as it is.
         calibration: of a network with convolutions, images [N, C, H, W], one or more, that give the
             ranges of its activations. None: the steps of training give them.
-    Raises ValueError for bits and groups that are none, a group that does not divide the inputs of
-    a layer, adapters, layers that are quantized already or have a forward of their own, a model
-    that is neither of the two kinds, weights that no layer above holds (mixture of experts, GPT-2's
-    Conv1D), and an output layer that a loss goes past.
     """
     grids = Grids(weight_bits, group, activation_bits, output_bits, embedding_bits)
     return _aware(model, grids, calibration)
 
 
 def remove_quantization_aware(model: Any) -> Any:
-    """The model in full precision, as training has left it: what an exporter takes.
-
-    Raises ValueError if there is nothing to remove.
-    """
+    """The model in full precision, as training has left it: what an exporter takes."""
     for layer in _aware_layers(model):
         if isinstance(layer, AwareConv2d):
             del layer.observing
@@ -161,8 +154,7 @@ def convert_quantization_aware(model: Any) -> Any:
 
     It gives the same outputs as before in eval mode, and faster: weights are rounded once.
     Activations are still rounded as they come. Nothing trains any more. Embedding and output layer
-    get a table each, where their grids differ. Raises ValueError, before anything changes, for a
-    model that is not on a grid, and for a convolution that has seen no batch.
+    get a table each, where their grids differ.
     """
     return _fixed(model, by="convert_quantization_aware")
 
@@ -225,14 +217,12 @@ class Grids:
 
 
 def _aware(model: Any, grids: Grids, calibration: Tensor | None) -> Any:
-    """Let all layers round in each forward."""
     _require_rounding_means_what_it_says(model, grids.output_bits)
     found = []
     for name, layer in model.named_modules():
         if isinstance(layer, KINDS):
             bits, group = grids.of(model, name, layer)
             if bits is not None:
-                _require_plain(name, layer)
                 found.append((layer, bits, group))
     for layer, bits, group in found:
         options = {"weight_bits": bits, "group": group, "activation_bits": grids.activation_bits}
@@ -282,23 +272,10 @@ def _has_another_loss(model: Any) -> bool:
     return type(causal) is not unmixed_class(causal) or causal.loss_function is not ForCausalLMLoss
 
 
-def _require_plain(name: str, layer: nn.Module) -> None:
-    """A convolution that standardizes its weight first would no longer do so."""
-    [kind] = [kind for kind in KINDS if isinstance(layer, kind)]
-    plain = unmixed_class(layer).forward is kind.forward
-    # Gemma's embedding multiplies by a factor, which the layer on a grid does as well.
-    if not plain and not hasattr(layer, "embed_scale"):
-        raise ValueError(
-            f"{name} is a {type(layer).__name__} with a forward of its own, which differs from "
-            f"that of nn.{kind.__name__}: give a model with plain layers"
-        )
-
-
 # --- after training -------------------------------------------------------------------------------
 
 
 def _aware_layers(model: Any) -> list[nn.Module]:
-    """The layers that train on a grid. Raises ValueError where there are none."""
     layers = [layer for layer in model.modules() if _mixin(layer) in FIXED]
     if not layers:
         raise ValueError(
@@ -314,7 +291,6 @@ def _mixin(layer: nn.Module) -> type | None:
 
 @torch.no_grad()
 def _fixed(model: Any, *, by: str) -> Any:
-    """Round all weights for good. Raises ValueError, before that, for a convolution of no range."""
     for layer in _convolutions(model):
         if layer.activation_bits is not None and not getattr(layer, LIMITS).isfinite().all():
             raise ValueError(

@@ -39,7 +39,6 @@ class AwareLinear:
     activation_bits: int | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N]."""
         y = RoundedLinear.apply(x, self.weight, self.weight_bits, self.group, self.activation_bits)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
@@ -52,7 +51,6 @@ class FixedLinear:
     activation_bits: int | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N]."""
         return super().forward(rounded_tokens(x, self.activation_bits))
 
 
@@ -66,7 +64,6 @@ class AwareEmbedding:
     group: None
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[B, S] -> [B, S, D]."""
         rows = nn.Embedding.forward(self, ids)
         flat = RoundedWeight.apply(rows.flatten(0, -2), self.weight_bits, None)
         rounded = flat.view_as(rows)
@@ -83,16 +80,12 @@ class AwareEmbedding:
 
 
 class InputInRange:
-    """What both kinds of convolution have: one grid for all of their input.
-
-    It is that of a range which training finds, as a runtime has a fixed one.
-    """
+    """What both kinds of convolution have: one grid for all of their input."""
 
     activation_bits: int | None
     observing: bool  # while a calibration runs: the range widens, and nothing is rounded
 
     def rounded_input(self, x: Tensor) -> Tensor:
-        """x on its grid; as it is, where it has none."""
         if self.activation_bits is None:
             return x
         limits = getattr(self, LIMITS)
@@ -102,16 +95,12 @@ class InputInRange:
 
 
 class AwareConv2d(InputInRange):
-    """A convolution whose filters and input are rounded in each forward.
-
-    A filter has one scale. In training mode the range of the input follows what comes.
-    """
+    """A convolution whose filters and input are rounded in each forward."""
 
     weight_bits: int
     group: None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, O, H', W']."""
         if self.activation_bits is not None and (self.observing or self.training):
             self._move_limits(x.detach())
         if self.observing:
@@ -134,7 +123,6 @@ class FixedConv2d(InputInRange):
     """A convolution whose filters are on their grids."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, O, H', W']."""
         return super().forward(self.rounded_input(x))
 
 
@@ -209,7 +197,6 @@ class RoundedInRange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, limits: Tensor, bits: int) -> Tensor:
-        """x, rounded, in its dtype."""
         limits = limits.clone()  # that of this step: a later one moves it
         ctx.save_for_backward(x, limits)
         ctx.bits = bits
@@ -218,7 +205,6 @@ class RoundedInRange(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of x, and none for the others."""
         x, limits = ctx.saved_tensors
         return gradient * range_steps(x, limits, ctx.bits).inside(ctx.bits), None, None
 
@@ -231,7 +217,6 @@ class RoundedWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bits: int, group: int | None) -> Tensor:
-        """`weight`, rounded, in its dtype."""
         ctx.save_for_backward(weight)
         ctx.grid = {"bits": bits, "group": group}
         return on_grid(weight, **ctx.grid).to(weight.dtype)
@@ -239,7 +224,6 @@ class RoundedWeight(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the weight, and none for the others."""
         (weight,) = ctx.saved_tensors
         return gradient * inside_grid(weight, **ctx.grid), None, None
 
@@ -256,7 +240,6 @@ class RoundedLinear(torch.autograd.Function):
         group: int | None,
         activation_bits: int | None,
     ) -> Tensor:
-        """[..., K] -> [..., N]."""
         ctx.dtype = x.dtype
         device = x.device.type
         if torch.is_autocast_enabled(device):
@@ -272,7 +255,6 @@ class RoundedLinear(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and of the weight, and none for the others."""
         x, weight = ctx.saved_tensors
         tokens = x
         inside = None
