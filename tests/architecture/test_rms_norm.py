@@ -13,7 +13,6 @@ from recipes_lib.architecture.rms_norm import (
     plain_rms_norm,
     predicted_norm_bytes,
 )
-from recipes_lib.core.model import model_of_shape
 from tests.conftest import assert_equal
 from tests.small_models import IDS, as_if_trained, small_model
 
@@ -32,14 +31,11 @@ def small(name, **options):
 # --- the module -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "tolerance"),
-    [((1, 7, 33), torch.float32, 1e-6), ((2, 5, 64), torch.bfloat16, 1e-2)],
-)
-def test_the_formula_forward_and_backward(shape, dtype, tolerance):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_the_formula_forward_and_backward(dtype, tolerance):
     """The mistakes: a sum in 16 bits, an epsilon outside of the root."""
-    x = (3 * torch.randn(shape) + 1).to(dtype).requires_grad_()
-    norm = RMSNorm(shape[-1], eps=1e-5, bias=True).to(dtype)
+    x = (3 * torch.randn(2, 7, 33) + 1).to(dtype).requires_grad_()
+    norm = RMSNorm(33, eps=1e-5, bias=True).to(dtype)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
 
@@ -118,21 +114,17 @@ def test_without_centring_it_is_another_model_that_trains():
     loaded = small("Starcoder2")  # its file: build the class, apply again, load
     apply_rms_norm(loaded, exact=False).load_state_dict(before)
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    unbiased = apply_rms_norm(small("Starcoder2"), exact=False, keep_bias=False)
+    norms = [module for module in unbiased.modules() if isinstance(module, RMSNorm)]
+    assert len(norms) == 5 and all(norm.bias is None for norm in norms)
 
 
 # --- refused --------------------------------------------------------------------------------------
 
-REFUSED = {
-    "post-norm": ("OPT", {"do_layer_norm_before": False}),
-    "another writer": ("OPT", {"word_embed_proj_dim": 32}),
-}
 
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_centred_stays_as_it_was(case):
+def test_what_cannot_be_centred_stays_as_it_was():
     """The mistake: another model without a word, or weights that stay centred."""
-    family, options = REFUSED[case]
-    model = small(family, **options)
+    model = small("OPT", do_layer_norm_before=False)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"apply_rms_norm, and is as it was: the .* is off by"):
         apply_rms_norm(model)
@@ -141,13 +133,10 @@ def test_what_cannot_be_centred_stays_as_it_was(case):
 
 def test_models_without_layer_norm_or_in_16_bits():
     """The mistakes: norms of another formula, and weights that centring rounds."""
-    for model in (model_of_shape("tiny-llama", device="cpu"), small("Cohere")):
-        with pytest.raises(ValueError, match="no LayerNorm that reads"):
-            apply_rms_norm(model, exact=False)
+    with pytest.raises(ValueError, match="no LayerNorm that reads"):
+        apply_rms_norm(small("Cohere"), exact=False)
     with pytest.raises(ValueError, match="is off by"):
         apply_rms_norm(small("GPT2").to(torch.bfloat16))
-    with pytest.raises(ValueError, match="give exact=False"):
-        apply_rms_norm(small("GPT2"), keep_bias=False)
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
@@ -169,12 +158,13 @@ class Traffic(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_bytes_of_the_plain_formula_are_those_of_its_operators():
+def test_bytes_of_the_plain_formula_are_those_of_its_operators(dtype):
     """The mistake: an operator that is not counted."""
-    x = torch.randn(6, 64, dtype=torch.bfloat16)
+    x = torch.randn(6, 64).to(dtype)
     with Traffic(x.numel()) as traffic:
-        plain_rms_norm(x, torch.ones(64, dtype=x.dtype), 1e-6)
-    sizes = {"rows": 6, "hidden": 64, "itemsize": 2}
+        plain_rms_norm(x, torch.ones(64, dtype=dtype), 1e-6)
+    sizes = {"rows": 6, "hidden": 64, "itemsize": dtype.itemsize}
     assert traffic.bytes == predicted_norm_bytes(**sizes, fused=False)
     assert predicted_norm_bytes(**sizes, fused=True) == 2 * x.nbytes

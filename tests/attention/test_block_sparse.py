@@ -7,7 +7,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from recipes_lib.attention import _compiled_flex as compiled_flex
 from recipes_lib.attention import block_sparse
@@ -79,15 +78,14 @@ def assert_close(got, expected, tolerance):
 # --- the numbers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_equal_to_the_plain_one(pattern):
-    """The idea is the technique."""
+def test_the_idea_is_the_technique():
+    """A key that one of the two reads too much, or the mean of another group of heads."""
     qkv = make_qkv(37, dtype=torch.float64)
-    expected = run(plain_block_sparse_attention, qkv, **pattern)
-    assert_close(run(block_sparse_attention, qkv, **pattern), expected, 1e-13)
+    expected = run(plain_block_sparse_attention, qkv, **PATTERN)
+    assert_close(run(block_sparse_attention, qkv, **PATTERN), expected, 1e-13)
 
 
-@pytest.mark.parametrize("documents", [None, "sorted", "any"])
+@pytest.mark.parametrize("documents", [None, "any"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_equal_to_dense_attention(pattern, documents):
     """With documents, a scale of its own, and a row of one token."""
@@ -96,17 +94,6 @@ def test_equal_to_dense_attention(pattern, documents):
         qkv = make_qkv(seq_len, dtype=torch.float64)
         expected = run(dense, qkv, **options)
         assert_close(run(block_sparse_attention, qkv, **options), expected, 1e-13)
-
-
-# bf16: the sums are taken in other portions, each rounded to 8 bits.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-2)])
-@pytest.mark.parametrize("documents", [None, "sorted"])
-def test_equal_to_dense_attention_in_other_dtypes(dtype, tolerance, documents):
-    """The log of the sums is fp32 for both, and the gradients have the dtype of their tensors."""
-    options = PATTERN | {"documents": make_documents(documents, 37)}
-    qkv = make_qkv(37, dtype=dtype)
-    expected = run(dense, qkv, **options)
-    assert_close(run(block_sparse_attention, qkv, **options), expected, tolerance)
 
 
 def test_gradients_of_keys_that_many_read_are_summed_in_fp32():
@@ -122,6 +109,14 @@ def test_gradients_of_keys_that_many_read_are_summed_in_fp32():
 
 
 # --- the pattern -----------------------------------------------------------------------------
+
+
+def test_the_predicted_share_is_that_of_the_mask():
+    """The mistake: the kernel's future half of each own block is counted, or a last short block."""
+    for pattern in PATTERNS:
+        mask = block_sparse_mask(seq_len=100, **pattern)
+        share = mask.sum().item() / (100 * 101 / 2)
+        assert predicted_share_of_pairs(seq_len=100, **pattern) == pytest.approx(share)
 
 
 def picture(**pattern):
@@ -161,60 +156,6 @@ def test_the_pattern_is_the_one_in_the_picture():
 
 
 # --- the work --------------------------------------------------------------------------------
-
-
-def pairs(attention, *qkv, **options):
-    """Pairs that the kernel multiplies in forward and backward; all kernels count the same way."""
-    count = 0
-
-    def forward(q, k, *args, **kwargs):
-        nonlocal count
-        count += q[0] * q[1] * q[2] * k[2]
-        return 0
-
-    def backward(gradient, *args, **kwargs):
-        return forward(*args, **kwargs)
-
-    kernels = torch.ops.aten
-    custom = {
-        kernels._scaled_dot_product_flash_attention_for_cpu: forward,
-        kernels._scaled_dot_product_flash_attention_for_cpu_backward: backward,
-    }
-    with FlopCounterMode(custom_mapping=custom, display=False):
-        attention(*qkv, **options).sum().backward()
-    return count
-
-
-@pytest.mark.parametrize(
-    "pattern", [{"block_size": 16}, {"block_size": 32, "local": 2, "stride": 8}]
-)
-def test_arithmetic_is_what_was_predicted(pattern):
-    """The kernel multiplies the whole of each own block, of which the prediction has half."""
-    S = 500
-    block = pattern["block_size"]
-    read = pairs(block_sparse_attention, *make_qkv(S, batch=1), **pattern) / (2 * 6)
-    share = read / (S * (S + 1) / 2)
-    predicted = predicted_share_of_pairs(seq_len=S, **pattern)
-    assert predicted < share <= predicted + (block - 1) / (S + 1) + 1e-9
-    assert predicted < 0.4
-
-
-def test_other_documents_are_not_multiplied():
-    """They are masked, and cost as much as before."""
-    S = 256
-    documents = torch.arange(S)[None] // 64
-    everything = {"block_size": 16, "stride": 1}
-    qkv = make_qkv(S, batch=1)
-    apart = pairs(block_sparse_attention, *qkv, documents=documents, **everything)
-    together = pairs(block_sparse_attention, *qkv, documents=None, **everything)
-    one = pairs(block_sparse_attention, *make_qkv(64, batch=1), **everything)
-    assert apart == 4 * one
-    assert apart < together / 3
-    out = block_sparse_attention(*qkv, documents=documents, **everything)
-    for gradient in torch.autograd.grad(out[:, :, 128:192].sum(), qkv[1:]):
-        assert gradient[:, :, 128:192].any()
-        assert not gradient[:, :, :128].any()
-        assert not gradient[:, :, 192:].any()
 
 
 def saved_and_peak(attention, S, **options):
@@ -309,23 +250,6 @@ def test_packed_rows_are_documents(llama):
             model(**batch | leak)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral"])  # whose mask is that of a window
-def test_no_square_tensor_is_made_for_the_mask(name):
-    """Not by transformers either."""
-    model = model_of_shape(name, device="cpu")
-    ids = torch.randint(1, 128, (1, 512))
-    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(512)[None] % 300}
-
-    def largest():
-        with LargestTensor() as seen:
-            model(**batch, use_cache=False).loss.backward()
-        return seen.bytes
-
-    assert largest() >= 4 * 512 * 512  # the control: a mask in fp32
-    apply_block_sparse(model, block_size=32)
-    assert largest() <= 4 * 512 * 256  # the activations of the MLP
-
-
 def test_autocast():
     """The norms of Qwen3 leave q and k in fp32, beside a v in bf16."""
     qwen3 = model_of_shape("tiny-qwen3", device="cpu")
@@ -352,13 +276,6 @@ def test_copies_have_patterns_of_their_own(llama):
 # --- what is refused -------------------------------------------------------------------------
 
 
-def test_patterns_that_do_not_exist_are_refused(llama):
-    for wrong in ({"block_size": 0}, {"block_size": 4, "local": 0}):
-        with pytest.raises(ValueError, match="=0: give a whole number of 1 or more"):
-            apply_block_sparse(llama, **wrong)
-    assert llama.config._attn_implementation == "sdpa"
-
-
 def test_scores_that_few_tokens_do_not_show_are_refused():
     """A cap of 50 changes nothing in a new model; an indexer reads all of 16 keys."""
     with pytest.raises(ValueError, match="capped scores"):
@@ -369,26 +286,9 @@ def test_scores_that_few_tokens_do_not_show_are_refused():
         apply_block_sparse(model, block_size=4)
 
 
-@pytest.mark.parametrize("family", ["Mamba", "Mpt"])
-def test_models_that_ignore_it_are_refused(family):
-    """Mamba has no attention, MPT does not look its own up: both would run as before."""
-    sizes = {"Mamba": {}, "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 1}}
-    with pytest.raises(ValueError, match="and is as it was"):
-        apply_block_sparse(small_model(family, **sizes[family]), block_size=4)
-
-
-LEAKS = {
-    "Lfm2": {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2},
-    "GraniteMoeHybrid": {"layer_types": ["mamba", "attention"], "num_key_value_heads": 2},
-    # Attention alone, and its masks know no documents (dense Granite 4.0).
-    "GraniteMoeHybrid, no recurrence": {"layer_types": ["attention"] * 2, "num_key_value_heads": 2},
-}
-
-
-@pytest.mark.parametrize("family", LEAKS)
-def test_documents_are_refused_where_something_carries_them_on(family):
+def test_documents_are_refused_where_something_carries_them_on():
     """Attention knows the borders, a convolution does not, and the loss is another one."""
-    small = small_model(family.partition(",")[0], **LEAKS[family])
+    small = small_model("Lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2)
     model = apply_block_sparse(small, block_size=4, stride=1)
     ids = torch.arange(1, 13)[None]
     positions = torch.tensor([[*range(7), *range(5)]])
@@ -437,11 +337,7 @@ def test_what_a_model_does_beside_the_pattern_is_refused():
 # --- the kernel for CUDA ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pattern", "documents"),
-    [({"block_size": 4}, "sorted"), ({"block_size": 96, "local": 1, "stride": 2}, None)],
-)
-def test_pattern_of_the_cuda_arm(monkeypatch, pattern, documents):
+def test_pattern_of_the_cuda_arm(monkeypatch):
     """FlexAttention runs on a CPU, forward and not compiled: its values, and the tiles it skips."""
     create = compiled_flex.create_block_mask
     masks = []
@@ -453,32 +349,23 @@ def test_pattern_of_the_cuda_arm(monkeypatch, pattern, documents):
     monkeypatch.setattr(compiled_flex, "_compiled", lambda function, backend: function)
     monkeypatch.setattr(compiled_flex, "create_block_mask", create_and_keep)
     q, k, v = (x.detach() for x in make_qkv(300))
-    ids = make_documents(documents, 300)
+    pattern = {"block_size": 96, "local": 1, "stride": 2}
+    ids = make_documents("sorted", 300)
     got = block_sparse._flex(q, k, v, ids, 0.4, Pattern(**pattern))
     expected = dense(q, k, v, documents=ids, scale=0.4, **pattern)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
-    allowed = block_sparse_mask(seq_len=300, **pattern)[None]
-    if ids is not None:
-        allowed = allowed & (ids[:, :, None] == ids[:, None])
+    allowed = block_sparse_mask(seq_len=300, **pattern)[None] & (ids[:, :, None] == ids[:, None])
     tiles = torch.nn.functional.max_pool2d(allowed[:, None].float(), 128, ceil_mode=True)
     assert torch.equal(masks[0].to_dense().float(), tiles)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("documents", [None, "sorted"])
 @pytest.mark.parametrize(
     "pattern", [{"block_size": 128}, {"block_size": 96, "local": 2, "stride": 3}]
 )
-@pytest.mark.parametrize(("half", "tolerance"), [(False, 2e-3), (True, 5e-2)])
-def test_on_a_gpu(half, tolerance, pattern, documents):
-    """Only a GPU runs the compiled kernel and its backward."""
-    dtype = torch.float32
-    if half:
-        dtype = machine().compute_dtype  # fp16 on a T4
-    qkv = make_qkv(1100, width=64, dtype=dtype, device="cuda")
-    ids = make_documents(documents, 1100)
-    if ids is not None:
-        ids = ids.cuda()
-    options = pattern | {"documents": ids}
+def test_on_a_gpu(pattern):
+    """Only a GPU runs the compiled kernel and its backward; in fp16 on a T4."""
+    qkv = make_qkv(1100, width=64, dtype=machine().compute_dtype, device="cuda")
+    options = pattern | {"documents": make_documents("sorted", 1100).cuda()}
     expected = run(dense, qkv, **options)
-    assert_close(run(block_sparse_attention, qkv, **options), expected, tolerance)
+    assert_close(run(block_sparse_attention, qkv, **options), expected, 5e-2)

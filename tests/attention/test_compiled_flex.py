@@ -1,13 +1,10 @@
 """FlexAttention never runs uncompiled."""
 
-import contextlib
-
 import pytest
 import torch
 
 from recipes_lib.attention import _compiled_flex as compiled_flex
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
-from recipes_lib.core.measure import PeakMemory
 
 
 @pytest.fixture
@@ -39,38 +36,25 @@ def expected(window, q):
 def test_more_masks_than_pytorch_allows_by_itself(quickly):
     """The mistake: the ninth mask runs uncompiled, in the memory of all S x S scores."""
     q = torch.randn(1, 2, 128, 16)
-    for window in range(3, 13):
-        torch.testing.assert_close(attend(window, q), expected(window, q), atol=1e-5, rtol=1e-4)
+    # As if PyTorch allowed one mask by itself: so three show it, and each takes seconds.
+    few = {"recompile_limit": 1, "accumulated_recompile_limit": 1}
+    with torch._dynamo.config.patch(few):
+        for window in range(3, 6):
+            torch.testing.assert_close(attend(window, q), expected(window, q), atol=1e-5, rtol=1e-4)
 
 
 def test_too_many_masks_are_an_error(quickly):
-    quickly.setattr(compiled_flex, "LIMIT", 2)
+    """The mistake: PyTorch's own words, or a mask that runs uncompiled after all."""
+    quickly.setattr(compiled_flex, "LIMIT", 1)
     q = torch.randn(1, 2, 128, 16)
-    with pytest.raises(RuntimeError, match=r"compiled for 2 masks.*torch.compiler.reset"):
-        for window in range(3, 9):
+    with pytest.raises(RuntimeError, match=r"compiled for 1 masks.*torch.compiler.reset"):
+        for window in range(3, 6):
             attend(window, q)
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
-def test_bf16_on_a_t4_is_refused(monkeypatch, capability):
+def test_bf16_on_a_t4_is_refused(monkeypatch):
     """The mistake: "Attempt to trace generator", and from then on for fp32 as well."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    refusal = contextlib.nullcontext()
-    if capability < (8, 0):
-        refusal = pytest.raises(ValueError, match=r"before Ampere .* compute in torch\.float16")
-    with refusal:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match=r"before Ampere .* compute in torch\.float16"):
         compiled_flex.require_compiler(torch.device("cuda"), torch.bfloat16)
     compiled_flex.require_compiler(torch.device("cuda"), torch.float16)
-    compiled_flex.require_compiler(torch.device("cpu"), torch.bfloat16)
-
-
-@pytest.mark.gpu
-def test_more_masks_than_pytorch_allows_by_itself_on_gpu():
-    """In the memory of no S x S scores: 16,384 tokens would make 2 GiB of them for one mask."""
-    torch.compiler.reset()
-    q = torch.randn(1, 2, 16384, 64, device="cuda", dtype=torch.float16)
-    for window in range(3, 14):
-        with PeakMemory() as memory:
-            attend(window, q)
-        assert memory.peak - memory.current < 2**29
-    torch.compiler.reset()

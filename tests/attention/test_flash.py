@@ -55,7 +55,7 @@ def sdpa(q, k, v):
     return attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-@pytest.mark.parametrize("block_size", [1, 5, 19, 64])  # the last block is shorter, or the only one
+@pytest.mark.parametrize("block_size", [5, 64])  # the last block is shorter, or the only one
 def test_the_running_softmax_equals_all_scores_at_once(block_size):
     """An old sum that is not corrected when a larger score comes."""
     qkv = random_qkv()
@@ -73,8 +73,9 @@ def test_the_running_softmax_equals_all_scores_at_once(block_size):
 # --- the technique ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gpt2"])  # with rotary positions and without
-@pytest.mark.parametrize(("rows", "length"), [(4, 23), (1, 131)])
+@pytest.mark.parametrize(
+    ("shape", "rows", "length"), [("tiny-llama", 4, 23), ("tiny-gpt2", 1, 131)]
+)
 def test_equal_to_eager(shape, rows, length):
     """Rows padded on the right, and one long row."""
     model = model_of_shape(shape, device="cpu")
@@ -84,10 +85,9 @@ def test_equal_to_eager(shape, rows, length):
     assert model.config._attn_implementation == "fused"
 
 
-@pytest.mark.parametrize("shape", ["tiny-qwen3", "tiny-gpt2"])  # with rotary positions and without
-def test_equal_to_eager_in_bf16_and_under_autocast(shape, batch):
+def test_equal_to_eager_in_bf16_and_under_autocast(batch):
     """Both round to 8 bits at every step: they may differ as much as either does from fp32."""
-    model = model_of_shape(shape, device="cpu")
+    model = model_of_shape("tiny-qwen3", device="cpu")
     exact = run(eager_twin(model), batch)
     with torch.autocast("cpu", torch.bfloat16):
         expected = run(eager_twin(model), batch)
@@ -103,9 +103,9 @@ def test_equal_to_eager_in_bf16_and_under_autocast(shape, batch):
 GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Gemma2"])
-def test_layers_with_a_window_of_their_own_keep_it(family, batch):
-    """23 tokens, a window of 6, in every layer or in the first: the mask was left out."""
+def test_layers_with_a_window_of_their_own_keep_it(batch):
+    """23 tokens, a window of 6 in the first layer: the mask was left out."""
+    family = "Gemma2"
     model = without_cap(small_model(family, sliding_window=6, **GROUPED))
     expected = run(eager_twin(model), batch)
     assert_same_gradients(run(apply_flash_attention(model), batch), expected)
@@ -157,10 +157,9 @@ def test_padding_on_the_left_and_packed_rows_are_masked(llama, batch, monkeypatc
         assert seen == [True, True]
 
 
-@pytest.mark.parametrize("shape", ["tiny-gpt2", "tiny-gemma2"])  # Gemma's cache forgets
-def test_generation_with_the_cache_is_eagers(shape):
-    """The masks of left padding and of one query beside many keys."""
-    model = without_cap(model_of_shape(shape, device="cpu")).eval()
+def test_generation_with_the_cache_is_eagers():
+    """The masks of left padding and of one query beside many keys; Gemma's cache forgets."""
+    model = without_cap(model_of_shape("tiny-gemma2", device="cpu")).eval()
     prompt = torch.randint(1, 128, (2, 9))
     mask = torch.ones_like(prompt)
     mask[1, :3] = 0  # a shorter prompt, padded on the left
@@ -186,8 +185,6 @@ def test_capped_scores_are_refused(batch):
 
 def test_kernels_that_cannot_run_are_refused(llama, batch):
     """transformers would take another one, or SDPA would give no weights."""
-    with pytest.raises(ValueError, match="choose one of auto, flash_attention_3"):
-        apply_flash_attention(llama, kernel="flash")
     with pytest.raises(ValueError, match="needs CUDA"):
         apply_flash_attention(llama, kernel="flash_attention_2")
     assert llama.config._attn_implementation == "sdpa"
@@ -214,16 +211,6 @@ def test_another_techniques_attention_is_not_undone(llama):
         apply_flash_attention(llama)
 
 
-def test_attention_that_is_never_called_is_refused():
-    """Mamba's configuration takes the name, and nothing happens."""
-    model = small_model("Mamba2", num_heads=8, head_dim=16, n_groups=1)
-    model.config.num_attention_heads = 4
-    model._supports_attention_backend = model._supports_sdpa = True
-    with pytest.raises(ValueError, match="no layer calls the attention that it names"):
-        apply_flash_attention(model)
-    assert model.config._attn_implementation != "fused"
-
-
 def test_attention_that_selects_its_keys_is_refused():
     """The indexer of DeepSeek-V3.2 gives its choice as an option that SDPA does not read."""
     with torch.device("meta"):
@@ -247,7 +234,6 @@ AMPERE = (8, 0)
 TURING = (7, 5)
 BF16 = torch.bfloat16
 CAP = {"attn_logit_softcapping": 50.0}
-NO_GROUPS = {"num_key_value_heads": 4}
 DROPOUT = {"attention_dropout": 0.1}
 FA2 = "flash_attention_2"
 FA3 = "flash_attention_3"
@@ -256,15 +242,12 @@ CASES = [  # compute capability, dtype, flash-attn installed, config -> kernel, 
     (HOPPER, BF16, {2}, {}, "fused_cudnn", "flash_attention_3 is not installed"),
     (HOPPER, BF16, {2}, {"head_dim": 256}, FA2, "takes heads of 128"),
     (HOPPER, BF16, {2, 3}, DROPOUT, "fused_cudnn", "no attention dropout"),
-    (HOPPER, BF16, {2, 3}, CAP, FA3, ""),
     (HOPPER, BF16, {2}, CAP, FA2, "fused_cudnn cannot cap"),
     (HOPPER, BF16, set(), CAP, None, "flex_attention"),
     (HOPPER, torch.float32, {2, 3}, {}, "fused", "K and V repeated"),
-    (HOPPER, torch.float32, {2, 3}, NO_GROUPS, "fused", "memory-efficient kernel;"),
     (AMPERE, torch.float16, {2, 3}, {}, FA2, "flash_attention_3 needs CUDA capability 9.x"),
     (AMPERE, BF16, set(), {}, "fused", "SDPA's flash kernel;"),
     (TURING, torch.float16, {2}, {}, "fused", "flash_attention_2 needs CUDA capability 8.x"),
-    (TURING, torch.float16, set(), {}, "fused", "K and V repeated"),
 ]
 
 
@@ -291,9 +274,6 @@ def test_the_choice_on_gpus(monkeypatch, capability, dtype, installed, options, 
         got = best_kernel(model, dtype=dtype)
         assert got.implementation == kernel
         assert reason in got.why
-
-
-# --- the arithmetic --------------------------------------------------------------------------
 
 
 # --- on a GPU --------------------------------------------------------------------------------

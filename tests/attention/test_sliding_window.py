@@ -60,15 +60,12 @@ def assert_near(got, expected, tolerance):
 # --- the numbers -----------------------------------------------------------------------------
 
 SHAPES = [  # batch, heads, KV heads, tokens, window, sinks
-    (2, 6, 2, 300, 37, 0),  # blocks and a rest
     (1, 4, 4, 370, 50, 0),  # whole blocks only, one head per group
     (2, 3, 1, 120, 100, 0),  # a rest only
     (1, 4, 2, 450, 260, 0),  # C above its lower limit
     (1, 4, 2, 100, 1, 0),  # every token for itself
-    (2, 6, 2, 37, 37, 0),  # the window is all
     (2, 6, 2, 5, 37, 3),  # longer than the text
-    (2, 6, 2, 300, 37, 5),  # sinks
-    (1, 4, 2, 40, 37, 5),  # shorter than window and sinks together
+    (2, 6, 2, 300, 37, 5),  # blocks, a rest and sinks
     (1, 4, 2, 430, 100, 130),  # more sinks than window
 ]
 
@@ -199,10 +196,9 @@ def test_all_layers_and_sinks(llama):
 GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Gemma2"])  # this Gemma 2 has it in the first layer
-def test_a_models_own_window_is_kept_and_never_widened(family):
-    """The same numbers as transformers' window, and not those of full attention."""
-    model = without_cap(small_model(family, sliding_window=12, **GROUPED))
+def test_a_models_own_window_is_kept_and_never_widened():
+    """The numbers of transformers' window, which this Gemma 2 has in its first layer."""
+    model = without_cap(small_model("Gemma2", sliding_window=12, **GROUPED))
     batch = make_batch(2, 90)
     for wider in ({"window": 13}, {"window": 12, "sinks": 1, "layers": [0]}):
         with pytest.raises(ValueError, match="own 12"):
@@ -216,18 +212,9 @@ def test_a_models_own_window_is_kept_and_never_widened(family):
     assert_same_gradients(run(apply_sliding_window(model, window=5, layers=[1]), batch), expected)
 
 
-def test_blocks_without_attention_stay_as_they_are():
-    """LFM2: every second block is a convolution, which carries a text past any window."""
-    model = small_model("Lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2)
-    batch = make_batch(2, 90)
-    expected = run(reference_twin(model, [(0, 0), (20, 0)]), batch)
-    assert_same_gradients(run(apply_sliding_window(model, window=20), batch), expected)
-
-
 CACHES = [  # model, its own window, sinks
     ("tiny-llama", None, 3),
-    ("tiny-mistral", 30, 0),  # with a window of its own, a model's cache forgets
-    ("tiny-gemma2", 30, 3),  # its first layer has the window: no sinks there
+    ("tiny-gemma2", 30, 3),  # its first layer has a window, and its cache forgets: no sinks there
 ]
 
 
@@ -266,16 +253,6 @@ def test_a_saved_model_has_full_attention_again(llama, tmp_path):
 
 
 # --- what is refused -------------------------------------------------------------------------
-
-
-def test_windows_that_do_not_exist_are_refused(llama):
-    for options, message in [
-        ({"window": 0}, "window=0"),
-        ({"window": 4, "layers": [0, 2]}, r"layers=\[0, 2\]: give some of \[0, 1\]"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            apply_sliding_window(llama, **options)
-    assert llama.config._attn_implementation == "sdpa"
 
 
 def test_masks_that_few_tokens_do_not_show_are_refused(llama):
@@ -336,7 +313,7 @@ def test_batches_that_it_cannot_take_are_refused(llama, batch):
 # --- the arithmetic --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seq_len", "window"), [(2000, 100), (4000, 512), (300, 400)])
+@pytest.mark.parametrize(("seq_len", "window"), [(2000, 100), (300, 400)])
 def test_the_prediction_counts_the_scores(monkeypatch, seq_len, window):
     """The formula has the blocks of another kernel."""
     counted = []
@@ -354,17 +331,11 @@ def test_the_prediction_counts_the_scores(monkeypatch, seq_len, window):
     assert predicted == pytest.approx(speedup, rel=0.001)
 
 
-def test_the_prediction_in_the_limit():
-    in_the_limit = 2**20 / (2.5 * 512)
-    assert predicted_speedup(seq_len=2**20, window=512) == pytest.approx(in_the_limit, rel=0.01)
-
-
 # --- on a GPU --------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["auto", "flex", "banded"])
-@pytest.mark.parametrize("sinks", [0, 5])
+@pytest.mark.parametrize(("kernel", "sinks"), [("flex", 5), ("banded", 0)])
 def test_equal_to_the_dense_mask_on_gpu(kernel, sinks):
     """Only a GPU runs the compiled kernel and its backward."""
     qkv = [x.detach().bfloat16() for x in random_qkv(2, 6, 2, 1111, 64)]
@@ -376,15 +347,3 @@ def test_equal_to_the_dense_mask_on_gpu(kernel, sinks):
     upstream = torch.randn(out.shape).bfloat16().cuda()
     for value, reference in zip([out, *torch.autograd.grad(out, qkv, upstream)], exact):
         assert (value.cpu().double() - reference).norm() <= 1e-2 * reference.norm()
-
-
-@pytest.mark.gpu
-def test_a_model_under_autocast_on_gpu(llama):
-    """Rotary embeddings leave q and k in fp32 beside v in bf16, which FlexAttention refuses."""
-    batch = make_batch(2, 300)
-    expected = run(reference_twin(llama, [(40, 0)] * 2), batch)
-    apply_sliding_window(llama.cuda(), window=40)
-    with torch.autocast("cuda", torch.bfloat16):
-        got = run(llama, {name: tensor.cuda() for name, tensor in batch.items()})
-    for name, value in expected.items():
-        assert (got[name].cpu() - value).norm() < 0.03 * value.norm(), name

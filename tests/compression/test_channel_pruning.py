@@ -100,11 +100,8 @@ def test_work_falls_and_it_trains_and_is_pruned_again(network, images, kept):
         pruned.save_pretrained("anywhere")
 
 
-def test_refuses_what_is_not_there(network, images):
-    """The mistake: a repeated or negative number makes a network all the same."""
-    for wrong in ([3, 1], [0, 5000], [-1, 2]):
-        with pytest.raises(ValueError, match="rising order"):
-            apply_channel_pruning(network, kept={"block 3": torch.tensor(wrong)})
+def test_refuses_what_is_not_there(images):
+    """The mistakes: nothing goes, or another kind of network."""
     with pytest.raises(ValueError, match=r"share=0\.01 takes less than 8"):
         choose_channels({"x": torch.ones(16)}, share=0.01)
     with pytest.raises(ValueError, match="torch-pruning"):

@@ -1,12 +1,9 @@
 """Students computed beside their teachers, whose other parts are silent."""
 
-import copy
-
 import pytest
 import torch
 import transformers
 
-from recipes_lib.attention.sliding_window import apply_sliding_window
 from recipes_lib.compression.student import (
     block_influence,
     choose_blocks,
@@ -15,7 +12,6 @@ from recipes_lib.compression.student import (
     plain_influence,
     plain_student,
 )
-from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.precision.int8 import apply_int8
 from tests.small_models import as_if_trained, small_model
@@ -81,10 +77,9 @@ def test_a_student_is_its_teacher_without_the_parts(family, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
-def test_a_student_generates_with_its_cache_as_without(family):
+def test_a_student_generates_with_its_cache_as_without():
     """The mistake: blocks with the teacher's numbers look for their keys in the wrong place."""
-    student = make_student(teacher_of(family), blocks=[2, 3, 5])
+    student = make_student(teacher_of("Llama"), blocks=[2, 3, 5])
     options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
     cached = student.generate(IDS[:1], use_cache=True, **options)
     torch.testing.assert_close(cached, student.generate(IDS[:1], use_cache=False, **options))
@@ -116,14 +111,6 @@ def test_a_student_is_like_its_teacher():
     assert student.dtype == torch.bfloat16
     weights = teacher.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in student.state_dict().items())
-
-
-def test_a_teacher_with_another_attention_or_without_values():
-    """The mistake: a student that has half of its teacher's attention."""
-    teacher = apply_sliding_window(teacher_of("Llama"), window=4)
-    student = apply_sliding_window(make_student(teacher, blocks=KEPT), window=4)
-    torch.testing.assert_close(logits_of(student), logits_without(teacher, KEPT))
-    assert make_student(teacher_of("Llama").to("meta"), blocks=KEPT).device.type == "meta"
 
 
 # --- what is measured -----------------------------------------------------------------------------
@@ -161,14 +148,6 @@ def test_a_kept_block_stands_for_those_that_follow():
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_refuses_parts_that_are_not_there():
-    """The mistake: a negative or repeated number makes a model all the same."""
-    teacher = teacher_of("Llama")
-    for blocks in ([], [0, 6], [1, 1], [-1, 2]):
-        with pytest.raises(ValueError, match="from 0 to 5 in rising order"):
-            make_student(teacher, blocks=blocks)
-
-
 def test_refuses_blocks_that_depend_on_their_number():
     """GPT-2 may divide its scores by the number of the block: moved blocks would compute otherwise,
     without a word. Blocks that stay where they are, are fine."""
@@ -186,22 +165,3 @@ def test_refuses_what_transformers_cannot_make():
     teacher.config.num_kv_shared_layers = 2
     with pytest.raises(ValueError, match="share keys and values"):
         make_student(teacher, blocks=KEPT)
-
-
-@pytest.mark.gpu
-def test_measured_and_made_on_gpu():
-    """Text and masks come from the CPU. A student whose weights stay there cannot be taught."""
-    teacher = model_of_shape("tiny-llama", layers=3, device="cuda").eval()
-    on_cpu = copy.deepcopy(teacher).cpu()
-    batch = {"input_ids": torch.arange(1, 25).view(2, 12)}
-    batch["attention_mask"] = (torch.arange(12) < torch.tensor([[12], [7]])).long()
-    assert block_influence(teacher, [batch]) == pytest.approx(
-        block_influence(on_cpu, [batch]), abs=1e-3
-    )
-    random_before = torch.cuda.get_rng_state()
-    student = make_student(teacher, blocks=[0, 2])
-    assert torch.equal(torch.cuda.get_rng_state(), random_before)
-    twin = make_student(on_cpu, blocks=[0, 2])
-    with torch.no_grad():
-        got = student(batch["input_ids"].cuda(), use_cache=False).logits.cpu()
-        assert (got - logits_of(twin, batch["input_ids"])).norm() < 1e-3 * got.norm()

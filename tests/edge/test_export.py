@@ -1,14 +1,11 @@
 """One convolutional net as a .pte, from all sides."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from recipes_lib.edge.export import (
     PlainRecorder,
-    _require_kernels,
     export_to_executorch,
     plain_replay,
 )
@@ -81,13 +78,3 @@ def test_a_pooling_that_stays_outside(tmp_path):
     with pytest.raises(ValueError, match=r"1 × avg_pool2d.*AdaptiveAvgPool2d"):
         export_to_executorch(PoolsOverEverything(), (x,), path=path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_operator_without_a_kernel():
-    """Otherwise it shows when the device loads the file."""
-    known = SimpleNamespace(name="aten::add", overload="out")
-    unknown = SimpleNamespace(name="aten::unheard_of", overload="")
-    plan = SimpleNamespace(operators=[known, unknown])
-    program = SimpleNamespace(executorch_program=SimpleNamespace(execution_plan=[plan]))
-    with pytest.raises(ValueError, match="no kernel for aten::unheard_of: replace"):
-        _require_kernels(program)

@@ -8,7 +8,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from recipes_lib.compression.pruning import apply_pruning
 from recipes_lib.edge.gguf_export import export_to_gguf, load_gguf, plain_q8_0
-from recipes_lib.precision.int8 import apply_int8
 from tests.small_models import IDS, as_if_trained, small_model
 
 GROUPED = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}
@@ -128,38 +127,11 @@ def test_the_first_token_of_a_text(begins, tmp_path):
     assert field.contents() is begins  # processors: from tokenizers
 
 
-def with_weight(value):
-    model = model_of("Llama")
-    model.lm_head.weight.data[0, 0] = value
-    return model
-
-
 ROLLING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 REFUSED = {
-    "Qwen3": (lambda: small_model("Qwen3"), {}, "model_type='qwen3'"),
-    "gelu": (lambda: small_model("Llama", hidden_act="gelu"), {}, "hidden_act='gelu'"),
     "biases": (lambda: small_model("Llama", attention_bias=True), {}, "biases"),
-    "angles": (
-        lambda: small_model("Llama", rope_parameters=ROPE | {"rope_type": "linear", "factor": 2.0}),
-        {},
-        "rope_type='linear'",
-    ),
     "window": (lambda: small_model("Qwen2", **ROLLING), {}, "a window of 4 tokens"),
-    "int8": (lambda: apply_int8(model_of("Llama")), {}, "with apply_int8"),
-    "masks": (
-        lambda: apply_pruning(model_of("Llama"), share=0.5),
-        {},
-        "GGUF has no name for",
-    ),
-    "large": (lambda: with_weight(1e5), {"kind": "f16"}, "16 bits end at 65504"),
-    "NaN": (lambda: with_weight(float("nan")), {}, "has to be finite"),
-    "kind": (lambda: model_of("Llama"), {"kind": "q3"}, "kind='q3'"),
-    "cut": (lambda: model_of("Llama"), {"tokenizer": tokenizer_of()}, "give pre_tokenizer"),
-    "vocabulary": (
-        lambda: small_model("Llama", vocab_size=64),
-        {"tokenizer": tokenizer_of()},
-        "token 127, and the model 64",
-    ),
+    "masks": (lambda: apply_pruning(model_of("Llama"), share=0.5), {}, "GGUF has no name for"),
 }
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from recipes_lib.core.model.marks import QUANTIZED_BY, mark
-from recipes_lib.edge._graph import capture_graph, check_calibration, in_eval_mode
+from recipes_lib.edge._graph import capture_graph
 
 IMAGE = torch.randn(1, 1, 8, 8)
 
@@ -45,15 +45,6 @@ def test_any_batch():
         torch.testing.assert_close(graph(x), model(x))
 
 
-def test_the_mode_of_a_graph_that_refuses_eval():
-    """`eval()` raises an error in what torch.export makes, and so a quantized graph has no file."""
-    graph = capture_graph(small(), (IMAGE,)).module()
-    graph.training = True
-    with in_eval_mode(graph):
-        assert not graph.training
-    assert graph.training
-
-
 def quantized():
     model = small()
     mark(model[0], QUANTIZED_BY, "apply_quantization_aware")
@@ -78,12 +69,3 @@ def test_what_is_no_finished_model(make, message):
     """Rounded twice; a mask that is computed in each call, and so keeps its weight in fp32."""
     with pytest.raises(ValueError, match=message):
         capture_graph(make(), (IMAGE,))
-
-
-def test_no_range_comes_of_these():
-    """A scale of zero or infinity: the file answers the same to everything."""
-    for calibration in (torch.zeros(2, 3), torch.zeros(0, 3)):
-        with pytest.raises(ValueError, match="empty or zero everywhere"):
-            check_calibration(calibration)
-    with pytest.raises(ValueError, match="not finite"):
-        check_calibration(torch.tensor([[float("nan")]]))

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from recipes_lib.core.data.evaluation import GREEDY
 from recipes_lib.core.model.integer_grid import on_grid, to_grid
 from recipes_lib.edge import language_model
 from recipes_lib.edge._noise import noise_to
@@ -86,111 +85,82 @@ def no_network():
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """Qwen2 with its biases in fp32: model, file, tokenizer."""
-    model = model_of("Qwen2", tie_word_embeddings=False)
-    path = tmp_path_factory.mktemp("plain") / "model.pte"
+def exported(tmp_path_factory):
+    """A tied Qwen2, which has biases, that trains on a grid: model, file, tokenizer.
+
+    An export takes half a minute, so all tests of the file have this one.
+    """
+    model = model_of("Qwen2", tie_word_embeddings=True)
+    model = apply_quantization_aware(model, group=GROUP).eval()
+    path = tmp_path_factory.mktemp("quantized") / "model.pte"
     tokenizer = ascii_tokenizer()
     handlers = list(logging.getLogger().handlers)
     with no_network():
-        exported = export_language_model(
-            model, path=path, weight_bits=None, max_length=LENGTH, tokenizer=tokenizer
+        file = export_language_model(
+            model, path=path, group=GROUP, max_length=LENGTH, tokenizer=tokenizer
         )
     assert logging.getLogger().handlers == handlers
-    return model, exported, tokenizer
+    return model, file, tokenizer
 
 
-@pytest.fixture(scope="module")
-def quantized(tmp_path_factory):
-    """A tied Llama that trains on a grid: model, file."""
-    model = apply_quantization_aware(model_of(tie_word_embeddings=True), group=GROUP).eval()
-    path = tmp_path_factory.mktemp("quantized") / "model.pte"
-    with no_network():
-        exported = export_language_model(
-            model, path=path, group=GROUP, custom_attention=False, max_length=LENGTH
-        )
-    return model, exported
+# --- the file -------------------------------------------------------------------------------------
 
 
-# --- the fp32 file --------------------------------------------------------------------------------
+def test_the_file_is_the_model_on_its_grid(exported):
+    """Rows in the wrong order, a forgotten bias, another angle or another epsilon: other logits.
 
-
-def test_the_file_writes_what_the_model_writes(plain):
-    """Rows in the wrong order, a forgotten bias, another angle or another epsilon: other tokens."""
-    model, exported, _ = plain
-    pte = load_language_model(exported.path)
-    prompt = TEXT[:1, :10]
-    with torch.no_grad():
-        expected = model(prompt, use_cache=False).logits[0, -1]
-        answer = model.generate(prompt, **GREEDY, max_new_tokens=30)[0, 10:].tolist()
-    torch.testing.assert_close(pte.prefill(prompt), expected, atol=1e-4, rtol=1e-4)
-    assert pte.greedy(prompt, 30) == answer
-    assert pte.greedy(prompt[0].tolist(), 30) == answer, "a second text begins anew"
-
-    def read(tokens, position):
-        if position == 0:
-            return pte.prefill(tokens)
-        return pte.step(int(tokens), position)
-
-    assert plain_greedy(read, prompt[0].tolist(), 30) == answer
-
-
-def test_the_runner_in_cpp_writes_the_same(plain, tmp_path):
-    """What an app calls: it reads the ids of the end from the file, and stops at them."""
-    from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
-
-    model, exported, tokenizer = plain
-    load_language_model(exported.path)  # registers the operators
-    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    pieces = []
-    with noise_to():
-        runner = TextLLMRunner(str(exported.path), str(tmp_path / "tokenizer.json"))
-        settings = GenerationConfig(max_new_tokens=8, temperature=0.0, echo=False)
-        runner.generate("hello", settings, pieces.append, lambda statistics: None)
-    prompt = tokenizer("hello", return_tensors="pt")["input_ids"]
-    answer = model.generate(prompt, **GREEDY, max_new_tokens=8)[0, 5:]
-    assert "".join(pieces) == tokenizer.decode(answer)
-
-
-# --- the quantized file ---------------------------------------------------------------------------
-
-
-def test_the_quantized_file_is_the_model_on_its_grid(quantized):
-    """XNNPACK rounds the scales of groups to bf16, so it is near, and not equal."""
-    model, exported = quantized
-    pte = load_language_model(exported.path)
+    XNNPACK rounds the scales of groups to bf16, so it is near, and not equal.
+    """
+    model, file, _ = exported
+    pte = load_language_model(file.path)
     with torch.no_grad():
         on_its_grid = model(TEXT, use_cache=False).logits
         loss = model(TEXT, labels=TEXT, use_cache=False).loss
-        unrounded = model_of(tie_word_embeddings=True)(TEXT, use_cache=False).logits
+        unrounded = model_of("Qwen2", tie_word_embeddings=True)(TEXT, use_cache=False).logits
     assert abs(torch.tensor(pte.perplexity(ROWS)).log() - loss) < 0.01
     # Rounding moves the logits five times as far as that, or more.
     error = (torch.stack([pte.prefill(row) for row in TEXT]) - on_its_grid[:, -1]).norm()
     assert error < 0.2 * (unrounded - on_its_grid)[:, -1].norm()
 
 
-def test_all_linear_layers_are_with_xnnpack(quantized, plain):
+def test_the_loop_by_hand_and_the_runner_in_cpp_write_the_same(exported, tmp_path):
+    """A cache that does not begin anew; or a runner that does not stop where the file says."""
+    from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
+
+    _, file, tokenizer = exported
+    pte = load_language_model(file.path)  # registers the operators
+    prompt = tokenizer("hello")["input_ids"]
+    answer = pte.greedy(prompt, 8)
+    assert pte.greedy(prompt, 8) == answer, "a second text begins anew"
+
+    def read(tokens, position):
+        if position == 0:
+            return pte.prefill(tokens)
+        return pte.step(int(tokens), position)
+
+    assert plain_greedy(read, prompt, 8) == answer
+
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    pieces = []
+    with noise_to():
+        runner = TextLLMRunner(str(file.path), str(tmp_path / "tokenizer.json"))
+        settings = GenerationConfig(max_new_tokens=8, temperature=0.0, echo=False)
+        runner.generate("hello", settings, pieces.append, lambda statistics: None)
+    assert "".join(pieces) == tokenizer.decode(answer)
+
+
+def test_all_linear_layers_are_with_xnnpack(exported):
     """A product outside would be right, and slow; plain attention has no operator of its own."""
-    for exported in (quantized[1], plain[1]):
-        row = exported.delegation.row("linear")
-        assert (row.inside, row.outside) == (7 + 1, 0)
-    assert plain[1].delegation.row("llama.custom_sdpa").outside == 1
-    assert quantized[1].delegation.row("llama.custom_sdpa").outside == 0
+    delegation = exported[1].delegation
+    row = delegation.row("linear")
+    assert (row.inside, row.outside) == (7 + 1, 0)
+    assert delegation.row("llama.custom_sdpa").outside == 1
 
 
-def test_the_bytes_are_those_of_the_arithmetic(quantized, plain):
+def test_the_bytes_are_those_of_the_arithmetic(exported):
     """What comes on top is the plan of the graph, which does not grow with the widths."""
-    assert 0 < quantized[1].bytes - predicted_bytes(quantized[0], group=GROUP) < 80_000
-    assert 0 < plain[1].bytes - predicted_bytes(plain[0], weight_bits=None) < 80_000
-
-
-def test_a_layer_that_was_left_out_is_an_error(quantized, monkeypatch, tmp_path):
-    """The library leaves layers in fp32 that a group does not divide, and says nothing."""
-    model, exported = quantized
-    monkeypatch.setattr(language_model, "_export", lambda settings: (exported.delegation, 5))
-    with pytest.raises(RuntimeError, match="5 of 8 linear layers"):
-        export_language_model(model, path=tmp_path / "model.pte", group=GROUP)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.log"]
+    model, file, _ = exported
+    assert 0 < file.bytes - predicted_bytes(model, group=GROUP) < 80_000
 
 
 # --- weights and settings -------------------------------------------------------------------------
@@ -235,14 +205,6 @@ def test_llama_3_stretches_its_angles_by_the_factor_of_the_model():
 # --- what the comparison refuses ------------------------------------------------------------------
 
 
-def doubled():
-    """A layer that computes something of its own."""
-    model = model_of()
-    layer = model.model.layers[0].mlp.up_proj
-    layer.register_forward_hook(lambda module, inputs, output: 2 * output)
-    return model
-
-
 def adapted():
     """Adapters that have learned something, not merged."""
     model = get_peft_model(model_of(), LoraConfig(target_modules=["v_proj"], r=4))
@@ -258,12 +220,8 @@ def aware(**options):
 
 DIFFERENT = {
     "biases": lambda: model_of(attention_bias=True, mlp_bias=True),
-    "a forward of its own": doubled,
     "adapters": adapted,
-    "trained with 4 bits of activations": lambda: aware(group=32, activation_bits=4),
-    "trained with another embedding": lambda: aware(group=32, embedding_bits=4),
     "trained in other groups": lambda: aware(group=96),
-    "diverged": lambda: as_if_trained(model_of(), mean=float("nan")),
 }
 
 
@@ -273,13 +231,6 @@ def test_another_model_than_the_file_would_hold_is_refused(name, tmp_path):
     with pytest.raises(ValueError, match="logits that are off by"):
         export_language_model(DIFFERENT[name](), path=tmp_path / "model.pte", group=32)
     assert not (tmp_path / "model.pte").exists()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2"])
-def test_the_same_model_is_not_refused(family, dtype):
-    """A comparison that counts the rounding of bf16 as a difference."""
-    require_same_logits(model_of(family).to(dtype), Widths(4, GROUP, 8, 8))
 
 
 # --- what sixteen tokens do not show --------------------------------------------------------------
@@ -301,12 +252,6 @@ def rounded():
 
 
 REFUSED = {
-    "Qwen3": (lambda: model_of("Qwen3"), {}, "model_type='qwen3': choose one of llama"),
-    "stretched": (
-        lambda: model_of(rope_parameters=STRETCHED | {"low_freq_factor": 2.0}),
-        {},
-        "low_freq_factor=2.0",
-    ),
     "linear": (
         lambda: model_of(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
         {},
@@ -314,13 +259,9 @@ REFUSED = {
     ),
     "window": (lambda: model_of("Mistral", sliding_window=16), {}, "longer than the model's wind"),
     "window of a technique": (with_its_own_window, {}, "would hold full attention"),
-    "short": (lambda: model_of(max_position_embeddings=64), {"max_length": 65}, "max_length=65"),
     "int8": (lambda: apply_int8(model_of()), {}, "quantized by apply_int8 already"),
     "rounded": (rounded, {}, "rounded to 4 bits already"),
     "group": (model_of, {"group": 64}, "has 96 inputs, which group=64 does not divide"),
-    "small group": (model_of, {"group": 16}, "multiples of 32"),
-    "bits": (model_of, {"weight_bits": 3}, "weight_bits=3"),
-    "output": (model_of, {"output_bits": None}, "output_bits=None"),
 }
 
 
@@ -347,14 +288,10 @@ def test_a_text_has_to_end(tmp_path):
     assert found["get_eos_ids"] == [7, 9], "those of the model, where the tokenizer has none"
 
 
-def test_texts_that_do_not_fit_are_refused(plain):
+def test_texts_that_do_not_fit_are_refused(exported):
     """The runtime would write behind the end of the cache."""
-    pte = load_language_model(plain[1].path)
+    pte = load_language_model(exported[1].path)
     with pytest.raises(ValueError, match=f"room for {LENGTH - 1} and one more"):
         pte.prefill([1] * LENGTH)
-    with pytest.raises(ValueError, match="Give fewer"):
-        pte.greedy([1] * 20, LENGTH)
     with pytest.raises(ValueError, match=f"position={LENGTH}"):
         pte.step(1, LENGTH)
-    with pytest.raises(ValueError, match="would crash them"):
-        load_language_model(plain[1].path, threads=2)

@@ -66,11 +66,3 @@ def test_the_file_computes_what_the_graph_computes(calibrated, tmp_path):
     assert (program(x) - expected).abs().max() < 1.5 * level
     weights = 4 * 9 + 3 * 144 + 8 * (4 + 3)  # and a bias and a scale for each channel
     assert weights < exported.bytes < weights + 8_000
-
-
-def test_nothing_to_quantize_or_quantized_already(calibrated):
-    """A second rounding uses another grid, and loses a second time."""
-    with pytest.raises(ValueError, match="no convolution and no linear layer"):
-        quantize_pt2e(nn.Sequential(nn.ReLU(), nn.Flatten()), images(2))
-    with pytest.raises(ValueError, match="quantized already, and a second rounding"):
-        quantize_pt2e(calibrated, images(2))

@@ -10,7 +10,6 @@ from recipes_lib.edge.size_budget import (
     predicted_choices,
     predicted_file_bytes,
 )
-from recipes_lib.report.overhead_fit import fit_overhead
 
 SPEEDS = {"fp32": Speed(0.001, 4e9), "int8": Speed(0.001, 8e9)}
 CHAINS = [
@@ -29,10 +28,8 @@ def chosen(megabytes, milliseconds):
 @pytest.mark.parametrize(
     ("megabytes", "milliseconds", "name"),
     [
-        (3, 10, "as it is"),
         (1, 10, "8 bits"),  # pruning would be too large
         (3, 2.5, "8 bits"),  # in the order of the price, though pruning fits as well
-        (0.5, 10, "prune + 8 bits"),
         (3, 1.6, "prune + 8 bits"),
     ],
 )
@@ -54,18 +51,7 @@ def test_bytes_of_weights_and_scales():
     assert predicted_file_bytes(Chain(("4 bits",), graph=130_000, **of_both)) == 166_000
 
 
-def test_a_fitted_line_is_a_speed():
-    """A clock of another class, with the same line as in the notebook about speed."""
-    fit = fit_overhead([(1e6, 0.0012), (2e6, 0.0014), (4e6, 0.0018)])
-    choice = predicted_choices([Chain((), weights=1, work=3e6)], speeds={"fp32": fit})[0]
-    assert choice.seconds == pytest.approx(0.0016)
-
-
-def test_no_chain_fits_and_a_format_without_a_speed():
+def test_no_chain_fits():
     """The nearest one is that of the limit that is exceeded most."""
     with pytest.raises(ValueError, match=r"Nearest comes prune \+ 8 bits, with 0.37 MB"):
         chosen(0.1, 10)
-    with pytest.raises(ValueError, match="format='int4': choose one of fp32, int8"):
-        predicted_choices([Chain((), 1, 1.0, format="int4")], speeds=SPEEDS)
-    with pytest.raises(ValueError, match="megabytes=0: give a finite number above 0"):
-        chosen(0, 1)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from recipes_lib.core.data import load_instructions
 from recipes_lib.core.data.chat import IGNORED, tokenize_chat
 from recipes_lib.core.model import load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.completion_only_loss import (
@@ -79,14 +78,6 @@ def test_every_answer_of_a_conversation_is_learnt_and_nothing_else(tokenizer):
     whole = tokenizer.apply_chat_template(chat, tokenize=False).rstrip("\n")
     assert row["input_ids"] == tokenizer(whole, add_special_tokens=False)["input_ids"]
     assert 0 < check_labels([row], tokenizer) < 0.5
-
-
-def test_check_labels_accepts_the_real_data(tokenizer):
-    """The mistake: a check that is too strict for real conversations."""
-    rows = load_instructions(tokenizer, max_tokens=128, limit=50)
-    targets = sum(label != IGNORED for row in rows for label in row["labels"])
-    tokens = sum(map(len, rows["input_ids"]))
-    assert check_labels(rows, tokenizer) == pytest.approx(targets / tokens)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ import warnings
 
 import pytest
 import torch
-from peft import PeftModel
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
@@ -16,8 +15,7 @@ from recipes_lib.fine_tuning.lora import (
     plain_merge,
     target_linears,
 )
-from tests.conftest import assert_same_gradients, gradients, make_batch
-from tests.families.configs import tiny_model
+from tests.conftest import assert_same_gradients, gradients
 from tests.small_models import small_model
 
 LLAMA_AND_GPT2 = ["tiny-llama", "tiny-gpt2"]  # GPT-2's weights are transposed
@@ -98,7 +96,6 @@ def test_forward_and_gradients_are_those_of_the_merged_weights(model, batch):
 
 MERGED = [
     (torch.float32, 1e-5, {"use_dora": True}),
-    (torch.float32, 1e-5, {"use_rslora": True}),
     (torch.bfloat16, 3e-2, {}),
 ]
 
@@ -135,9 +132,8 @@ def test_targets_by_name(llama):
     """The mistake: "proj" is taken for the end of "q_proj"."""
     one = target_linears(llama, target_modules=["1.self_attn.q_proj"])
     assert list(one) == ["model.layers.1.self_attn.q_proj"]
-    for wrong in ("proj", "lm_head"):
-        with pytest.raises(ValueError, match=f"target_modules='{wrong}': choose one of .*q_proj"):
-            apply_lora(llama, target_modules=wrong)
+    with pytest.raises(ValueError, match=r"target_modules='proj': choose one of .*q_proj"):
+        apply_lora(llama, target_modules="proj")
 
 
 def test_first_block_learns_when_blocks_are_checkpointed(model, batch):
@@ -156,10 +152,7 @@ def test_first_block_learns_when_blocks_are_checkpointed(model, batch):
 
 
 def test_adapters_on_adapters(llama):
-    """The mistake: peft puts a second adapter on top, and only one of both trains; or one that
-    is never more than zero."""
-    with pytest.raises(ValueError, match="alpha=0: give a"):
-        apply_lora(llama, alpha=0)
+    """The mistake: peft puts a second adapter on top, and only one of both trains."""
     with pytest.raises(ValueError, match="has adapters already"):
         apply_lora(apply_lora(llama))
 
@@ -175,16 +168,6 @@ def test_experts_are_not_skipped_silently():
         apply_lora(model, target_modules="gate")
     model = apply_lora(model, rank=2, target_modules="attention")
     assert all(".self_attn." in name for name in adapters_by_name(model))
-
-
-def test_the_way_out_of_experts_is_open_in_every_family(tmp_path):
-    """The mistake: peft takes the gate of AFMoE's attention for a part of an expert, and refuses
-    what our own refusal recommends; or the file of the adapter does not load again."""
-    model = apply_lora(tiny_model("afmoe"), rank=2, target_modules="attention")
-    learnt = {name.rpartition(".")[2] for name in adapters_by_name(model)}
-    assert learnt == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    model.save_pretrained(tmp_path)
-    PeftModel.from_pretrained(tiny_model("afmoe"), tmp_path)
 
 
 def test_layers_that_a_state_space_model_does_not_call():
@@ -205,23 +188,3 @@ def test_layers_that_share_a_weight(llama):
     with pytest.raises(ValueError, match=r"reads \['up_proj'\] .*in several places"):
         apply_lora(llama)
     apply_lora(llama, target_modules=["down_proj"])
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trains_and_merges_on_gpu(dtype):
-    batch = {name: tensor.cuda() for name, tensor in make_batch().items()}
-    model = apply_lora(model_of_shape("tiny-llama", dtype=dtype, device="cuda"), rank=4, alpha=8)
-    first = model(**batch, use_cache=False).loss.item()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
-    for _ in range(10):
-        run(model, batch)
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = run(model, batch)
-    assert model(**batch, use_cache=False).loss.item() < first
-    torch.testing.assert_close(run(merge_lora(model), batch), expected, atol=5e-2, rtol=5e-2)

@@ -87,9 +87,9 @@ def test_the_levels_are_bitsandbytes():
     assert 0.0 in nf4_levels()  # a weight of zero stays one
 
 
-@pytest.mark.parametrize("block_size", [64, 32])
-def test_quantizing_by_hand_gives_bitsandbytes_weights(block_size):
+def test_quantizing_by_hand_gives_bitsandbytes_weights():
     """The mistake: another scale than the largest weight of a block."""
+    block_size = 64
     linear = torch.nn.Linear(128, 96, bias=False)
     by_hand = plain_nf4(linear.weight.detach(), block_size=block_size)
     layer = nf4_layer(linear, block_size=block_size, double_quant=False)
@@ -102,13 +102,18 @@ def test_quantizing_by_hand_gives_bitsandbytes_weights(block_size):
 
 # --- one layer ------------------------------------------------------------------------------------
 
-# in, out: ordinary; not a multiple of the block; odd; a multiple of 32 and not of 64 (trap 2)
-SHAPES = [(576, 192), (100, 48), (13, 7), (96, 33)]
-KINDS = [(torch.float32, True, 1e-5), (torch.bfloat16, False, 2e-2)]
+# in, out: ordinary; odd; a multiple of 32 and not of 64 (trap 2)
+SHAPES = [
+    (576, 192, torch.float32, True, 1e-5),
+    (576, 192, torch.bfloat16, False, 2e-2),
+    (13, 7, torch.float32, True, 1e-5),
+    (96, 33, torch.float32, False, 1e-5),
+]
 
 
-@pytest.mark.parametrize(("compute_dtype", "double_quant", "tolerance"), KINDS)
-@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+@pytest.mark.parametrize(
+    ("in_features", "out_features", "compute_dtype", "double_quant", "tolerance"), SHAPES
+)
 def test_layer_equals_dequantized_weight(
     in_features, out_features, compute_dtype, double_quant, tolerance
 ):
@@ -232,17 +237,6 @@ def test_trap_is_real_and_the_guard_holds(avx512_bf16):
     torch.testing.assert_close(gradient_after_evaluation(guarded), expected)
 
 
-def test_training_a_repacked_model_is_refused(avx512_bf16, batch):
-    """The mistake: a forward before `apply_qlora` has repacked the weights already."""
-    base = model_of_shape("tiny-llama", device="cpu")
-    model = apply_qlora(base, rank=4, compute_dtype=torch.float32)
-    for layer in quantized_layers(model).values():
-        layer.support_avx512bf16_for_cpu = True  # as if the guard had not been there
-    evaluate(model, batch)
-    with pytest.raises(RuntimeError, match="passes no gradient on"):
-        run(model, batch)
-
-
 def test_check_fails_where_a_layer_cuts_the_gradient(llama, batch):
     """The mistake: some gradient arrives past the layer, and zeros count as one."""
     model = apply_qlora(llama, rank=4)
@@ -259,7 +253,6 @@ def test_check_fails_where_a_layer_cuts_the_gradient(llama, batch):
 
 PRECISIONS = [
     ("tiny-qwen2", torch.float32, torch.float32, 1e-5),
-    ("tiny-llama", torch.float32, torch.bfloat16, 2e-2),
     ("tiny-llama", torch.bfloat16, None, 4e-2),
 ]
 
@@ -290,13 +283,9 @@ def test_merging_by_peft_rounds_to_four_bits_again(llama, batch):
 
 EVERY_LAYER = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 SOME_LAYERS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-FEED_FORWARD = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
 KINDS = {
     "DoRA": peft.LoraConfig(r=4, use_dora=True, **EVERY_LAYER),
     "lora_bias": peft.LoraConfig(r=4, lora_bias=True, **SOME_LAYERS),
-    "IA3": peft.IA3Config(task_type="CAUSAL_LM", **FEED_FORWARD),
-    "AdaLoRA": peft.AdaLoraConfig(init_r=6, target_r=4, total_step=10, **SOME_LAYERS),
-    "OFT": peft.OFTConfig(oft_block_size=16, **SOME_LAYERS),
     "trained head": peft.LoraConfig(r=4, modules_to_save=["lm_head"], **SOME_LAYERS),
 }
 
@@ -320,15 +309,6 @@ def test_adapters_of_every_kind_are_merged(kind, batch):
     merged = merge_qlora(model)
     assert not quantized_layers(merged) and not hasattr(merged, "peft_config")
     torch.testing.assert_close(run(merged, batch), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_two_adapters_at_once(batch):
-    """The mistake: the first of the active adapters is merged, and the others are gone."""
-    model = adapted(KINDS["DoRA"])
-    model.add_adapter("second", peft.LoraConfig(r=2, init_lora_weights=False, **SOME_LAYERS))
-    model.base_model.set_adapter(["default", "second"])
-    expected = run(model, batch)
-    torch.testing.assert_close(run(merge_qlora(model), batch), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_what_cannot_be_merged_is_refused_before_anything_changes(batch):
@@ -408,14 +388,10 @@ def test_models_that_cannot_be_quantized(llama):
         quantize_nf4(quantize_nf4(llama))
 
 
-WRONG = [{"rank": 0}, {"alpha": 0}, {"target_modules": ["nothing"]}, {"compute_dtype": "bf16"}]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_bad_arguments_leave_the_weights_alone(llama, wrong):
+def test_bad_arguments_leave_the_weights_alone(llama):
     """The mistake: found after the quantization, they leave a model that is spoilt."""
     with pytest.raises(ValueError):
-        apply_qlora(llama, **wrong)
+        apply_qlora(llama, target_modules=["nothing"])
     assert not quantized_layers(llama)
 
 

@@ -5,7 +5,6 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.decoding import greedy
 from recipes_lib.inference.batching import (
     generate_batch,
-    left_padded,
     throughput_table,
 )
 from recipes_lib.inference.decode_loop import apply_decode_loop
@@ -30,19 +29,6 @@ def test_ragged_prompts_equal_single_runs(family):
     assert generate_batch(decoder, prompts, new_tokens=24) == single
 
 
-def test_equals_generate_of_transformers():
-    """The mistake: padding on the right, between a prompt and its answer."""
-    model = model_of_shape("tiny-llama", device="cpu").eval()
-    decoder = apply_decode_loop(model)
-    prompts = ragged_prompts()
-    tokens, starts = left_padded(prompts)
-    mask = (torch.arange(tokens.shape[1]) >= starts[:, None]).long()
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    out = model.generate(tokens, attention_mask=mask, **options)  # [B, S + 12]
-    expected = out[:, tokens.shape[1] :].tolist()
-    assert generate_batch(decoder, prompts, new_tokens=12) == expected
-
-
 def test_rows_end_early_and_the_others_go_on():
     """The mistake: the answer of a row depends on when another one ends."""
     decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cpu"))
@@ -52,17 +38,6 @@ def test_rows_end_early_and_the_others_go_on():
     single = [greedy(decoder, prompt, new_tokens=24, stop=stop) for prompt in prompts]
     assert len({len(answer) for answer in single}) > 1
     assert generate_batch(decoder, prompts, new_tokens=24, stop=stop) == single
-
-
-def test_the_batch_ends_with_its_last_row():
-    """The mistake: steps are computed for nobody."""
-    decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cpu"))
-    calls = []
-    decoder.register_forward_hook(lambda *_: calls.append(1))
-    prompts = ragged_prompts()
-    everything = range(128)
-    assert [len(row) for row in generate_batch(decoder, prompts, new_tokens=9, stop=everything)]
-    assert len(calls) == 1
 
 
 def test_prompts_of_one_length_need_no_mask():
@@ -87,11 +62,3 @@ def test_throughput_table():
     for row in table:
         assert row.seconds_per_step > 0
         assert row.tokens_per_second == row.batch / row.seconds_per_step
-
-
-@pytest.mark.gpu
-def test_on_gpu():
-    decoder = apply_decode_loop(model_of_shape("tiny-llama"))
-    prompts = ragged_prompts()
-    single = [greedy(decoder, prompt, new_tokens=24) for prompt in prompts]
-    assert generate_batch(decoder, prompts, new_tokens=24) == single

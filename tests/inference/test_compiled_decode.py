@@ -18,7 +18,6 @@ from recipes_lib.inference.kv_cache import apply_int8_cache
 from recipes_lib.inference.speculative import prompt_lookup_generate
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.precision.int8 import apply_int8
-from recipes_lib.precision.sixteen_bit_weights import apply_sixteen_bit_weights
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
@@ -95,21 +94,6 @@ def test_logits_of_several_tokens(decoder, graphs_only):
     torch.testing.assert_close(again, expected[:, -1:], atol=1e-5, rtol=1e-5)
 
 
-def test_padded_rows(decoder, graphs_only):
-    tokens = torch.tensor([[0, 0, 0, 3, 1], PROMPT[:5]])
-    starts = torch.tensor([3, 0])
-    answers = []
-    for either in (decoder, compile_decoder(decoder, max_tokens=16)):
-        cache = either.new_cache(batch=2, max_tokens=9)
-        cache.starts = starts
-        given, answer = tokens, []
-        for _ in range(4):
-            given = either(given, cache, last_only=True).argmax(-1)
-            answer.append(given)
-        answers.append(torch.cat(answer, dim=1))
-    assert torch.equal(answers[0], answers[1])
-
-
 def test_logits_outlive_the_next_step(decoder, graphs_only):
     """A replay writes to the same address: what was returned before must be a copy."""
     compiled = compile_decoder(decoder, max_tokens=16)
@@ -178,31 +162,6 @@ def test_cuda_graphs_answer_alike_and_are_replayed():
     assert greedy(compiled, PROMPT, new_tokens=40) == expected
     assert graphs() == before
     assert counters["inductor"]["cudagraph_skips"] == skipped == 0
-
-
-@pytest.mark.gpu
-def test_tokens_from_the_cpu_are_replayed_on_gpu():
-    """A check makes its tokens on the CPU: with them in the graph there was no CUDA graph."""
-    decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cuda"))
-    compiled = compile_decoder(decoder, max_tokens=64)
-    expected = greedy(compiled, PROMPT, new_tokens=20)
-    before = graphs()
-    skipped = counters["inductor"]["cudagraph_skips"]
-    assert greedy(compiled, PROMPT[:1], new_tokens=20) == greedy(decoder, PROMPT[:1], new_tokens=20)
-    assert prompt_lookup_generate(compiled, PROMPT, new_tokens=20).tokens == expected
-    assert graphs() == before
-    assert counters["inductor"]["cudagraph_skips"] == skipped
-
-
-@pytest.mark.gpu
-def test_sixteen_bits_are_compiled_on_gpu():
-    """In the dtype of this card: fp16 on a T4, where bf16 is refused."""
-    decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cuda"))
-    compiled = compile_decoder(apply_sixteen_bit_weights(decoder), max_tokens=32)
-    tokens = torch.tensor([PROMPT])
-    expected = decoder(tokens, decoder.new_cache(max_tokens=9)).float()
-    got = compiled(tokens, compiled.new_cache(max_tokens=9), row_by_row=True).float()
-    assert (got - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.gpu

@@ -6,14 +6,8 @@ import pytest
 import torch
 import transformers
 
-from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.model.decoding import KeyValueCache, greedy
-from recipes_lib.inference.decode_loop import (
-    apply_decode_loop,
-    attend,
-    rotate,
-    step_by_hand,
-)
+from recipes_lib.core.model.decoding import greedy
+from recipes_lib.inference.decode_loop import apply_decode_loop, rotate, step_by_hand
 from recipes_lib.inference.decode_loop.norms import RootMeanSquareNorm
 from recipes_lib.inference.speculative import prompt_lookup_generate
 
@@ -148,18 +142,6 @@ def test_the_norm_is_the_rms_norm(dtype, eps):
         assert torch.equal(norm(x), torch.cat(single, dim=1)), "a row depends on the others"
 
 
-def test_a_cache_of_sixteen_bits_as_on_a_gpu(plain):
-    """The mistake: complex numbers, which have no bf16, in a cache as on a GPU."""
-    decoder = apply_decode_loop(plain).to(torch.bfloat16)
-    sizes = {"layers": 3, "kv_heads": 2, "head_dim": 8, "capacity": 20}
-    decoder.new_cache(max_tokens=20)  # makes the table of angles
-    tokens = torch.tensor([prompt_of(20)])
-    cache = KeyValueCache(**sizes, dtype=torch.bfloat16)
-    logits = [decoder(part, cache).float() for part in tokens.split([18, 1, 1], dim=1)]
-    expected = logits_of(plain, prompt_of(20))
-    assert (torch.cat(logits, dim=1) - expected).norm() < 0.05 * expected.norm()
-
-
 # --- several rows ---------------------------------------------------------------------------------
 
 
@@ -246,17 +228,16 @@ def test_a_tied_head_is_one_parameter():
     assert untied.head.weight is not untied.embedding.weight
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bits(plain, dtype):
+def test_sixteen_bits(plain):
     """The mistake: attention in 16 bits, which is slow on a CPU, or angles that are rounded."""
-    decoder = apply_decode_loop(plain).to(dtype)
+    decoder = apply_decode_loop(plain).to(torch.bfloat16)
     cache = decoder.new_cache(max_tokens=20)
     assert cache.keys[0].dtype == torch.float32
     logits = decoder(torch.tensor([prompt_of(20)]), cache)
-    assert logits.dtype == dtype
+    assert logits.dtype == torch.bfloat16
     expected = logits_of(plain, prompt_of(20))
     error = (logits.float() - expected).norm() / expected.norm()
-    assert error < {torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+    assert error < 4e-2
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -265,10 +246,7 @@ TINY = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 32}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
 REFUSED = {
     "other layers": ("GPT2", {}),
-    "another norm": ("Gemma", {"head_dim": 8}),
-    "another embedding": ("Granite", {"embedding_multiplier": 3.0}),
     "layers without positions": ("SmolLM3", {"no_rope_layer_interval": 2}),
-    "experts": ("Qwen2Moe", {"num_experts": 2, "moe_intermediate_size": 32}),
     "rotary angles that change": ("Llama", {"rope_parameters": DYNAMIC}),
     "capped scores, which are small yet": ("Llama", {"attn_logit_softcapping": 1e6}),
 }
@@ -285,24 +263,6 @@ def test_other_families_are_refused(name):
     assert "\n" not in str(refusal.value)
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[key])
-
-
-def test_a_prompt_longer_than_the_cache(plain):
-    """The mistake: the cache moves on before it has looked for room."""
-    decoder = apply_decode_loop(plain)
-    cache = decoder.new_cache(max_tokens=6)
-    decoder(torch.tensor([prompt_of(4)]), cache)
-    with pytest.raises(ValueError, match=r"4 tokens .* 3 more .* made for 6: .*max_tokens=7"):
-        decoder(torch.tensor([prompt_of(3)]), cache)
-    assert cache.length == 4
-
-
-def test_rows_that_the_cache_does_not_have(plain):
-    """The mistake: one row of the cache is written for two rows of tokens."""
-    decoder = apply_decode_loop(plain)
-    cache = decoder.new_cache(max_tokens=6)
-    with pytest.raises(ValueError, match=r"give \[1, K\]"):
-        decoder(torch.zeros(2, 3, dtype=torch.int64), cache)
 
 
 def test_a_text_longer_than_the_positions():
@@ -341,29 +301,3 @@ def test_the_same_logits_on_gpu(family):
         got = [moved(part, cache, row_by_row=row_by_row) for part in parts]
         got = torch.cat(got, dim=1).cpu()
         assert (got - expected).norm() < 1e-3 * got.norm()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("padded", [False, True])
-def test_no_table_of_scores_on_gpu(dtype, padded):
-    """Heads that share their keys take PyTorch's slow kernel, unless flash attention can do it."""
-    heads, kv_heads, tokens = 8, 2, 4096
-    shape = (1, tokens, heads, 64)
-    queries = torch.randn(shape, device="cuda", dtype=dtype)
-    keys, values = torch.randn(2, 1, kv_heads, tokens, 64, device="cuda", dtype=dtype)
-    mask = None
-    if padded:
-        mask = torch.ones(tokens, tokens, dtype=torch.bool, device="cuda").tril()[None, None]
-    with PeakMemory() as memory:
-        before = memory.current
-        got = attend(queries, keys, values, mask, scale=0.125)
-    # A mask becomes numbers, once for all heads.
-    assert memory.peak - before < 2 * tokens**2 * dtype.itemsize
-    whole = [each.repeat_interleave(4, dim=1).float() for each in (keys, values)]
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        queries.transpose(1, 2).float(), *whole, is_causal=True, scale=0.125
-    )
-    torch.testing.assert_close(
-        got.float(), expected.transpose(1, 2).flatten(2), rtol=0.01, atol=0.01
-    )

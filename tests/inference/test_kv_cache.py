@@ -1,11 +1,9 @@
 import pytest
 import torch
 
-from recipes_lib.core.measure import PeakMemory, bytes_alive
+from recipes_lib.core.measure import bytes_alive
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.decoding import KeyValueCache, greedy
-from recipes_lib.inference import kv_cache
-from recipes_lib.inference.batching import generate_batch
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.inference.kv_cache import (
     Int8KeyValueCache,
@@ -82,21 +80,6 @@ def test_logits_are_near_those_of_the_plain_cache(shape):
     assert 0 < error < 0.02
 
 
-def test_a_new_cache_is_all_that_is_allocated():
-    """The mistake: a plain cache that tells the sizes, of three times the bytes and more.
-
-    One row, and several: a plain cache for one row would hide among those of ten.
-    """
-    decoder = apply_int8_cache(tiny_decoder())
-    for batch in (1, 10):
-        decoder.new_cache(max_tokens=500)  # makes the table of angles
-        with PeakMemory() as memory:
-            before = memory.current
-            cache = decoder.new_cache(batch=batch, max_tokens=500)
-            assert memory.peak - before == cache.nbytes
-        del cache
-
-
 def test_a_token_gets_its_logits_in_any_call():
     """The mistake: the prefill reads its own exact keys, and a verified token differs."""
     decoder = apply_int8_cache(tiny_decoder())
@@ -107,56 +90,10 @@ def test_a_token_gets_its_logits_in_any_call():
     assert got.tokens == greedy(decoder, text, new_tokens=30)
 
 
-def test_left_padding_as_the_plain_cache():
-    """The mistake: codes of padding tokens are read."""
-    decoder = apply_int8_cache(tiny_decoder())
-    prompts = [torch.randint(0, 128, (length,)).tolist() for length in (3, 11, 1)]
-    single = [greedy(decoder, prompt, new_tokens=16) for prompt in prompts]
-    assert generate_batch(decoder, prompts, new_tokens=16) == single
-
-
 # --- time against position ------------------------------------------------------------------------
-
-
-def test_time_by_position(monkeypatch):
-    """The mistake: the cache is longer from round to round, or filled in the measured time."""
-    calls = []
-
-    def count_instead_of_seconds(steps, *, rounds):
-        computed = {}
-        for name, step in reversed(steps.items()):
-            calls.clear()
-            step()
-            computed[name] = calls * rounds
-        return computed
-
-    def note(module, args, result):
-        tokens, cache = args
-        calls.append(100 * cache.length + tokens.shape[1])
-
-    monkeypatch.setattr(kv_cache, "in_turns", count_instead_of_seconds)
-    decoder = tiny_decoder()
-    decoder.register_forward_hook(note)
-    early, late = kv_cache.time_by_position(decoder, [3, 50])
-    # After the call the cache holds position + 1 tokens.
-    assert (early.position, early.with_cache, early.without_cache) == (3, 401, 404)
-    assert (late.position, late.with_cache, late.without_cache) == (50, 5101, 5151)
 
 
 def test_a_model_has_no_cache_to_choose():
     """The mistake: an attribute is set on the model, and nothing reads it."""
     with pytest.raises(ValueError, match="cache_class"):
         apply_int8_cache(model_of_shape("tiny-llama", device="cpu"))
-
-
-@pytest.mark.gpu
-def test_on_gpu():
-    """In bf16 a cache takes 2 bytes per number, and attention reads bf16."""
-    decoder = apply_decode_loop(model_of_shape("tiny-llama").bfloat16())
-    plain = decoder.new_cache(max_tokens=64).nbytes
-    apply_int8_cache(decoder)
-    cache = decoder.new_cache(max_tokens=64)
-    assert cache.dtype is torch.bfloat16 and plain / cache.nbytes == 32 / 20
-    prompts = [[1, 2, 3], [4] * 11]
-    single = [greedy(decoder, prompt, new_tokens=8) for prompt in prompts]
-    assert generate_batch(decoder, prompts, new_tokens=8) == single

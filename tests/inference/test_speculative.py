@@ -11,7 +11,6 @@ from recipes_lib.core.model.marks import ONE_SCALE_PER_CALL, any_marked
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.inference.speculative import (
     looked_up,
-    measured_verify_ratio,
     predicted_speedup,
     prompt_lookup_generate,
     row_difference,
@@ -202,20 +201,6 @@ def test_predicted_speedup_is_the_published_formula():
     assert predicted_speedup(1.0, draft_tokens=3, cost_ratio=0.0, **dear) == 2.0
 
 
-def test_verify_ratio_compares_both_calls_behind_the_prompt():
-    """The mistake: tokens that stay in the cache make later calls longer."""
-    calls = []
-
-    class Watched(Scripted):
-        def __call__(self, tokens, cache, **options):
-            calls.append((cache.length, tokens.shape[1]))
-            return super().__call__(tokens, cache, **options)
-
-    assert measured_verify_ratio(Watched(0), [1, 2, 3, 4], draft_tokens=3) > 0
-    assert calls[0] == (0, 4)
-    assert sorted(calls[1:]) == [(4, 1)] * 10 + [(4, 4)] * 10
-
-
 # --- guards ---------------------------------------------------------------------------------------
 
 
@@ -226,13 +211,3 @@ def test_what_cannot_speculate():
     other.vocabulary = 13
     with pytest.raises(ValueError, match=r"12 tokens and the draft decoder 13.*prompt_lookup"):
         speculative_generate(decoder, other, [1], new_tokens=3)
-
-
-@pytest.mark.gpu
-def test_on_gpu():
-    """Tokens are made on the CPU, and chosen on the GPU."""
-    decoder = apply_decode_loop(model_of_shape("tiny-llama"))
-    prompt = [1, 2, 3, 4] * 4
-    expected = greedy(decoder, prompt, new_tokens=20)
-    assert prompt_lookup_generate(decoder, prompt, new_tokens=20).tokens == expected
-    assert speculative_generate(decoder, decoder, prompt, new_tokens=20).tokens == expected

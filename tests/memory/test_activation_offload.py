@@ -1,4 +1,3 @@
-import contextlib
 import errno
 import functools
 import gc
@@ -18,8 +17,7 @@ from recipes_lib.memory.activation_offload import (
     offload_activations,
     offloaded_by_hand,
 )
-from recipes_lib.memory.activation_offload.stores import DiskStore
-from tests.conftest import FAMILIES, assert_equal, assert_near, gradients, make_batch
+from tests.conftest import assert_equal, assert_near, gradients, make_batch
 
 # Not the system's temporary directory, which may be a RAM disk. The file has no name, and nothing
 # of it stays.
@@ -66,7 +64,7 @@ def test_by_hand_equals_the_real_one(llama, batch, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("tiny-llama", torch.float32), ("tiny-gpt2", torch.float32), ("tiny-gemma2", torch.bfloat16)],
+    [("tiny-gpt2", torch.float32), ("tiny-gemma2", torch.bfloat16)],
 )
 def test_same_loss_and_gradients(family, dtype, batch):
     """Families save views, shared storages and strides of their own kind."""
@@ -74,15 +72,20 @@ def test_same_loss_and_gradients(family, dtype, batch):
     assert_equal(run_offloaded(model, batch), run_plain(model, batch))
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "seq_len", "in_flight"),
-    [(1, 2, 1), (3, 7, 0), (1, 61, 100)],
-)
-def test_odd_shapes_and_queues(llama, batch_size, seq_len, in_flight):
-    """A queue of one waits for each transfer, one of a hundred for none before the last block."""
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_short_queues(llama, in_flight):
+    """A queue of one waits for each transfer; with none, each comes back when it is needed."""
     everything = functools.partial(to_disk, min_bytes=1, in_flight=in_flight)
-    batch = full_rows(batch_size, seq_len)
+    batch = full_rows(3, 7)
     assert_equal(run_offloaded(llama, batch, everything), run_plain(llama, batch))
+
+
+def test_backward_outside_of_the_context_is_refused(llama, batch):
+    """What the file held is gone, and values of nowhere would be gradients."""
+    with to_disk(llama):
+        loss = llama(**batch, use_cache=False).loss
+    with pytest.raises(RuntimeError, match="inside the context"):
+        loss.backward()
 
 
 def test_dropout_eager_attention_autocast_and_two_backwards(batch):
@@ -97,10 +100,9 @@ def test_dropout_eager_attention_autocast_and_two_backwards(batch):
         assert_equal(run_offloaded(model, batch), run_plain(model, batch))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_16_bit_copies_of_weights_do_not_travel(family):
+def test_16_bit_copies_of_weights_do_not_travel():
     """The mistake: under autocast every weight goes out in 16 bits, and comes back."""
-    model = model_of_shape(family, layers=4, device="cpu")
+    model = model_of_shape("tiny-gpt2", layers=4, device="cpu")
     row = full_rows(1, 4)  # so few tokens that nearly all would be weights
     copies = 2 * sum(p.numel() for p in decoder_blocks(model)[0].parameters())
     with torch.autocast("cpu", torch.bfloat16):
@@ -109,51 +111,6 @@ def test_16_bit_copies_of_weights_do_not_travel(family):
             offloaded = run_plain(model, row)
     assert_equal(offloaded, plain)
     assert 0 < handle.moved_bytes < copies
-
-
-def bytes_saved_in_front_of(block, model, batch):
-    """Of the storages that autograd saves before `block` begins, each once, without weights."""
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept = {}
-    before = [True]
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if before[0] and storage._cdata not in weights and storage.nbytes() >= 65536:
-            kept[storage._cdata] = storage
-        return tensor
-
-    hook = block.register_forward_pre_hook(lambda *_: before.clear() or before.append(False))
-    with hook, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(**batch, use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-def test_each_storage_moves_once_and_frees_its_memory():
-    """Q, K and V are views of one storage in GPT-2, which would move three times."""
-    model = model_of_shape("tiny-gpt2", layers=8, device="cpu")
-    batch = full_rows(16, 64)
-    with to_disk(model) as handle:
-        loss = model(**batch, use_cache=False).loss
-    saved = bytes_saved_in_front_of(decoder_blocks(model)[-1], model, batch)
-    assert handle.moved_bytes == pytest.approx(saved, rel=0.01)
-    for _ in range(2):  # the second time, too, an error and not values of nowhere
-        with pytest.raises(RuntimeError, match="inside the context"):
-            loss.backward(retain_graph=True)
-
-
-def test_each_storage_comes_back_once(llama, batch, monkeypatch):
-    """One that was fetched ahead, or that several tensors share, is there already."""
-    places = []
-    fetch = DiskStore.fetch
-
-    def fetch_and_count(store, saved):
-        places.append(saved.copy)  # in the file; no two storages have the same in one step
-        fetch(store, saved)
-
-    monkeypatch.setattr(DiskStore, "fetch", fetch_and_count)
-    run_offloaded(llama, batch)
-    assert len(places) == len(set(places)) > 0
 
 
 # --- together with checkpoints --------------------------------------------------------------------
@@ -179,27 +136,6 @@ def test_under_checkpointing_only_block_inputs_move():
 
 
 # --- tensors that change, forwards that fail ------------------------------------------------------
-
-
-def test_backward_of_a_forward_that_was_left_early(batch):
-    """The last block, before which transfers end, is never reached."""
-    model = model_of_shape("tiny-llama", layers=3, device="cpu")
-    outputs = []
-    results = []
-
-    def keep_and_fail(module, args, output):
-        outputs.append(output)
-        raise ZeroDivisionError
-
-    decoder_blocks(model)[0].register_forward_hook(keep_and_fail)
-    for offload in (contextlib.nullcontext, to_disk):
-        with offload(model):
-            with contextlib.suppress(ZeroDivisionError):
-                model(**batch, use_cache=False)
-            outputs.pop().square().sum().backward()
-        results.append(gradients(model))
-        model.zero_grad()
-    assert_equal(*results)
 
 
 class InPlace(torch.nn.Module):
@@ -234,15 +170,6 @@ def test_modified_in_place_after_it_was_saved(llama, batch):
     for run in (run_plain, run_offloaded):
         with pytest.raises(RuntimeError, match="modified by an in"):
             run(llama, batch)
-
-
-def test_weights_modified_before_backward(llama, batch):
-    for context in (contextlib.nullcontext(), to_disk(llama)):
-        with pytest.raises(RuntimeError, match="modified by an in"), context:
-            loss = llama(**batch, use_cache=False).loss
-            with torch.no_grad():
-                decoder_blocks(llama)[0].mlp.down_proj.weight.mul_(2)
-            loss.backward()
 
 
 # --- nothing stays --------------------------------------------------------------------------------
@@ -284,54 +211,23 @@ class FullDisk(io.BytesIO):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.fixture
-def full_disk(monkeypatch):
+def test_disk_without_room(llama, batch, monkeypatch):
+    """The mistake: the error stays in the thread, and training goes on with what is not there."""
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: FullDisk())
-
-
-def test_disk_without_room(llama, batch, full_disk):
     with pytest.raises(OSError, match=r"No space left on device: [\d,]+ bytes in /"):
         run_offloaded(llama, batch)
-
-
-def test_an_error_leaves_no_tensor_behind(batch, full_disk):
-    """Graph, transfer and exception refer to each other, in part where the collector is blind."""
-    peaks = []
-    for _ in range(3):
-        with PeakMemory() as memory:
-            pass
-        peaks.append(memory.peak)
-        with pytest.raises(OSError, match="No space left"):
-            run_offloaded(model_of_shape("tiny-llama", device="cpu"), batch)
-    assert peaks[0] == peaks[1] == peaks[2]
 
 
 # --- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "use to='disk'"),
-        ({"to": "tape"}, "host, disk"),
-        (
-            {"to": "disk", "min_bytes": 2**30, "directory": HERE},
-            "nothing moved, the largest saved storage has [1-9]",
-        ),
-    ],
-)
-def test_options_that_cannot_work_are_refused(llama, batch, options, message):
-    with pytest.raises(ValueError, match=message), offload_activations(llama, **options):
+def test_what_moves_nothing_or_saves_nothing_is_refused(llama, batch):
+    """Activations that are on the host already, a RAM disk, and storages that are too small."""
+    with pytest.raises(ValueError, match="use to='disk'"), offload_activations(llama):
+        pass
+    too_large = functools.partial(to_disk, min_bytes=2**30)
+    with pytest.raises(ValueError, match="nothing moved, the largest"), too_large(llama):
         llama(**batch, use_cache=False)
-    assert not any(block._forward_pre_hooks for block in decoder_blocks(llama))
-
-
-def test_places_that_cannot_work_are_refused(llama, tmp_path):
-    one_block = model_of_shape("tiny-llama", layers=1, device="cpu")
-    with pytest.raises(ValueError, match="1 block"), to_disk(one_block):
-        pass
-    with pytest.raises(OSError, match="absent"), to_disk(llama, directory=str(tmp_path / "absent")):
-        pass
     if os.path.exists("/dev/shm"):
         with pytest.raises(ValueError, match="RAM disk"), to_disk(llama, directory="/dev/shm"):
             pass
@@ -343,7 +239,7 @@ def test_places_that_cannot_work_are_refused(llama, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("to", ["host", "disk"])
-@pytest.mark.parametrize("in_flight", [1, 4, 100])
+@pytest.mark.parametrize("in_flight", [1, 4])
 def test_same_loss_and_gradients_for_less_memory_on_gpu(to, in_flight):
     model = model_of_shape("tiny-llama", layers=8, dtype=torch.bfloat16, device="cuda")
     batch = {name: tensor.cuda() for name, tensor in make_batch(64, 256).items()}
@@ -354,4 +250,4 @@ def test_same_loss_and_gradients_for_less_memory_on_gpu(to, in_flight):
         with PeakMemory() as offloaded:
             got = run_offloaded(model, batch, offload)
         assert_near(got, expected, 2e-2)  # kernels with atomics do not repeat to the last bit
-        assert in_flight > 4 or offloaded.peak < 0.7 * plain.peak
+        assert offloaded.peak < 0.7 * plain.peak

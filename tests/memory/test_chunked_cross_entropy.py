@@ -22,8 +22,7 @@ from recipes_lib.memory.chunked_cross_entropy import (
     plain_chunked_loss,
     plan,
 )
-from recipes_lib.workflows.bench.kernels import compare_losses
-from tests.conftest import assert_same_gradients, gradients, make_batch
+from tests.conftest import assert_same_gradients, gradients
 from tests.small_models import small_model
 
 
@@ -61,20 +60,18 @@ def error(got, expected):
 
 
 class Account(TorchDispatchMode):
-    """Inside it: operations of matrix products, and the most rows that a tensor of 128 columns has.
+    """Inside it: the most rows that a tensor of 128 columns has.
 
     128 is the vocabulary of the small models; no other tensor there is as wide.
     """
 
-    operations = rows = 0
+    rows = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[-1] == 128:
                 self.rows = max(self.rows, leaf.numel() // 128)
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            self.operations += 2 * args[-2].numel() * args[-1].shape[1]
         return out
 
 
@@ -97,12 +94,7 @@ def test_the_idea_is_the_technique():
 
 @pytest.mark.parametrize(
     ("options", "chunk_size"),
-    [
-        ({}, 7),
-        ({}, 1),
-        ({"softcap": 3.0, "num_items": 77}, 7),
-        ({"ignore_index": 3}, 7),
-    ],
+    [({}, 7), ({"softcap": 3.0, "num_items": 77, "ignore_index": 3}, 1)],
 )
 def test_equals_the_plain_loss(monkeypatch, options, chunk_size):
     """In fp64: a wrong derivative."""
@@ -127,8 +119,7 @@ def test_equals_the_plain_loss(monkeypatch, options, chunk_size):
     [
         (torch.bfloat16, 4, True),  # 256 chunks: a sum in bf16 would be off
         (torch.bfloat16, 128, True),  # 8 chunks, summed in bf16
-        (torch.bfloat16, 128, False),  # the products of a CPU without bf16 units are in fp32
-        (torch.float16, 128, True),
+        (torch.float16, 128, False),  # the products of a CPU without units for it are in fp32
     ],
 )
 def test_16_bit_value_and_gradients_are_right(monkeypatch, device, dtype, chunk_size, native):
@@ -155,17 +146,6 @@ def test_16_bit_value_and_gradients_are_right(monkeypatch, device, dtype, chunk_
     assert error(got[2], expected[2]) < tolerance * error(plain[2], expected[2])
 
 
-def test_fp16_keeps_small_gradients():
-    """Over 40,000 tokens the mean's gradients are below what fp16 shows; a scaled loss helps."""
-    hidden, weight, _, labels = make_tensors((40_000,), 8, 32, torch.float16)
-    weight = (weight.detach() / 100).requires_grad_()
-    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    expected = with_gradients(reference(*exact, labels), exact, factor=2.0**14)
-    loss = chunked_cross_entropy(hidden, weight, labels)
-    got = with_gradients(loss, [hidden, weight], factor=2.0**14)
-    assert max(map(error, got, expected)) < 2e-3
-
-
 def test_sum_of_micro_batches_is_the_whole_batch():
     """Dividing each micro-batch by its own targets is the bug."""
     hidden, weight, bias, labels = make_tensors((4, 50))
@@ -187,27 +167,6 @@ def test_backward_runs_once():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="compute the loss again"):
         loss.backward()
-
-
-def test_multiplies_targets_only_and_only_for_what_trains():
-    """Rows without a target, and frozen weights, cost as much as the others."""
-    hidden, weight, _, labels = make_tensors((512,), 32, 64)
-    product = 2 * (labels != -100).sum().item() * weight.numel()
-    for trains, products in (
-        ((True, True), 3),
-        ((True, False), 2),
-        ((False, True), 2),
-        ((False, False), 1),
-    ):
-        hidden.requires_grad_(trains[0])
-        weight.requires_grad_(trains[1])
-        with Account() as account:
-            chunked_cross_entropy(hidden, weight, labels, chunk_size=50)
-        assert account.operations == products * product
-    hidden.requires_grad_()
-    with torch.no_grad(), Account() as account:
-        loss = chunked_cross_entropy(hidden, weight, labels)
-    assert account.operations == product and not loss.requires_grad
 
 
 def test_memory_is_a_chunk_and_the_gradients_of_what_trains():
@@ -308,32 +267,6 @@ def test_other_forwards_are_ordinary(llama, batch):
     assert torch.equal(*answers)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "autocast"),
-    [
-        ("tiny-gemma2", torch.bfloat16, False),  # a soft cap in 16 bits
-        ("tiny-mistral", torch.float16, False),  # weights that are not tied
-        ("tiny-gpt2", torch.bfloat16, True),
-    ],
-)
-def test_model_in_16_bits(shape, dtype, autocast, batch):
-    """Sums and the cap are computed in 16 bits."""
-    model = model_of_shape(shape, device="cpu")
-    exact = run(model, batch)[1]["loss"]
-    if not autocast:
-        model.to(dtype)
-    with torch.autocast("cpu", dtype, enabled=autocast):
-        expected = run(model, batch)[1]
-        apply_chunked_cross_entropy(model, chunk_size=5)
-        got = run(model, batch)[1]
-    of_loss, of_gradients = 2e-3, 2e-2
-    if dtype == torch.bfloat16:
-        of_loss, of_gradients = 1e-2, 5e-2
-    assert error(got["loss"], exact) < of_loss
-    assert {n: g.dtype for n, g in got.items()} == {n: g.dtype for n, g in expected.items()}
-    assert max(error(got[name], expected[name]) for name in expected) < of_gradients
-
-
 def test_adapters(llama, batch):
     """Frozen weights, adapters put on before or after."""
     base = llama
@@ -355,12 +288,9 @@ def test_adapters(llama, batch):
     assert run(take_out(other, LossFromHidden), batch)[0].logits is not None
 
 
-@pytest.mark.parametrize(
-    ("family", "options"), [("Cohere", {"logit_scale": 0.3}), ("Granite", {"logits_scaling": 8.0})]
-)
-def test_logits_with_a_factor(family, options, batch):
+def test_logits_with_a_factor(batch):
     """One factor of the configuration: multiplying will do, and nothing has to be refused."""
-    model = small_model(family, num_key_value_heads=2, **options).train()
+    model = small_model("Granite", num_key_value_heads=2, logits_scaling=8.0).train()
     expected = run(copy.deepcopy(model), batch)[1]
     assert_same_gradients(run(apply_chunked_cross_entropy(model), batch)[1], expected)
 
@@ -373,15 +303,6 @@ def test_labels_by_position(llama, batch):
     output = llama(ids, mask, None, None, None, labels, use_cache=False)
     assert output.logits is None
     torch.testing.assert_close(output.loss, expected.loss)
-    with pytest.raises(TypeError, match="multiple values"):
-        llama(ids, input_ids=ids)
-
-
-def test_a_cap_of_another_name_is_refused():
-    """RecurrentGemma's configuration calls it logits_soft_cap. These logits are small: it shows in
-    those of 64 times a token only."""
-    with pytest.raises(ValueError, match="scales its logits"):
-        apply_chunked_cross_entropy(small_model("RecurrentGemma", lru_width=64))
 
 
 def test_a_routers_loss_is_refused(batch):
@@ -403,66 +324,3 @@ def test_adapters_on_the_output_layer_are_refused(llama, batch):
     model = get_peft_model(apply_chunked_cross_entropy(llama), config)
     with pytest.raises(ValueError, match="adapters on its output layer"):
         model(**batch)
-
-
-def test_a_loss_of_its_own_is_refused(llama):
-    """Ours would take its place."""
-
-    def squared(logits, labels, **_):
-        return logits.square().mean()
-
-    llama.loss_function = squared
-    with pytest.raises(ValueError, match="and is as it was"):
-        apply_chunked_cross_entropy(llama)
-
-
-def test_in_16_bits_a_small_difference_of_the_loss_is_seen():
-    """A router's loss that is forgotten is 3e-4 of it, and its gradient drowns in bf16."""
-    model = model_of_shape("tiny-llama", dtype=torch.bfloat16, device="cpu")
-    plain = model.loss_function
-
-    def with_a_routers(*args, **options):
-        return plain(*args, **options) * 1.001
-
-    apply_chunked_cross_entropy(copy.deepcopy(model))
-    model.loss_function = with_a_routers
-    with pytest.raises(ValueError, match="the loss is off"):
-        apply_chunked_cross_entropy(model)
-
-
-def test_second_derivatives_are_refused(llama):
-    """The loss is the root of the graph: nothing told that its curvature was missing."""
-    model = apply_chunked_cross_entropy(llama)
-    ids = torch.arange(1, 13)[None]
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    with pytest.raises(ValueError, match="without create_graph=True"):
-        torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
-
-
-# --- against other implementations ---------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_a_large_vocabulary_on_gpu():
-    """The output layer of an 8B model: the gradient of W is 1.05 GB of this, at full speed."""
-    found = compare_losses(tokens=8192, vocab=128_256, hidden=4096, dtype=torch.bfloat16, rounds=5)
-    ours, plain = found["ours"], found["plain"]
-    assert ours.error < 1e-4
-    assert ours.peak_bytes < 1.4e9 < plain.peak_bytes
-    assert ours.seconds < 1.3 * plain.seconds
-    assert "Liger" not in found or ours.seconds < found["Liger"].seconds
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_same_loss_and_gradients_on_gpu(dtype):
-    """A scalar factor that a GPU rounds to 16 bits."""
-    model = model_of_shape("tiny-gemma2", dtype=dtype, device="cuda")
-    batch = {name: tensor.cuda() for name, tensor in make_batch().items()}
-    expected = run(model, batch)[1]
-    got = run(apply_chunked_cross_entropy(model, chunk_size=5), batch)[1]
-    tolerance = 1e-4
-    if dtype == torch.bfloat16:
-        tolerance = 5e-2
-    for name, value in expected.items():
-        assert error(got[name], value) < tolerance, name

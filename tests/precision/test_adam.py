@@ -103,31 +103,6 @@ def test_goes_on_exactly(make, dtype, options, by):
             assert twin.state[other][name].dtype is value.dtype
 
 
-def test_states_of_another_optimizer_are_refused():
-    """The mistake: states that look the same, and bring another learning rate along."""
-    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    own = [bf16_adamw([weight], lr=1e-3, rounding=name) for name in ("stochastic", "master")]
-    own.append(sixteen_bit_adamw([torch.nn.Parameter(torch.ones(3))], lr=1e-3))
-    foreign = torch.optim.AdamW([weight])
-    for optimizer in own:
-        for other in (foreign, *own):
-            if other is not optimizer:
-                with pytest.raises(ValueError, match="another optimizer or rounding"):
-                    optimizer.load_state_dict(other.state_dict())
-
-
-@for_all
-def test_the_seed_decides(make, dtype, options):
-    """The mistake: replicas under DDP that round differently drift apart."""
-    found = []
-    for seed in (1, 1, 2):
-        weight = torch.nn.Parameter(torch.linspace(0.5, 1, 5000).to(dtype))
-        repeat(make([weight], lr=1e-3, seed=seed, **options), weight, [1.0, 0.4, 0.6])
-        found.append(weight)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2]) == (options == {"rounding": "master"})
-
-
 @for_all
 def test_every_element_is_updated_once(make, dtype, options):
     """The mistake: a chunk, a transposed or an empty parameter, or a group that is left out."""

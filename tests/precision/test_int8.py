@@ -10,7 +10,7 @@ from torch import nn
 from recipes_lib.core.data.evaluation import decode_quality
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.decoding import greedy
-from recipes_lib.core.model.linears import bytes_per_token, linear_layers, output_layer_name
+from recipes_lib.core.model.linears import linear_layers, output_layer_name
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.precision.int8 import (
     KINDS,
@@ -81,19 +81,6 @@ def test_equals_the_plain_products(inputs, outputs, rows):
     assert distance(per_token, plain_weight_only(x, layer.weight)) < 0.02
 
 
-@for_each_kind
-@pytest.mark.parametrize("lead", [(), (1, 1), (2, 3, 4), (2, 0)])
-def test_any_leading_shape_and_dtype(kind, lead):
-    """The mistake: a bias that is broadcast the wrong way, or fp32 that comes out of fp16."""
-    layer = linear(32, 20, bias=True)
-    x = torch.randn(*lead, 32)
-    for dtype in DTYPES:
-        y = int8_linear(layer, kind=kind)(x.to(dtype))
-        assert y.dtype is dtype and y.shape == (*lead, 20)
-        if y.numel():
-            assert distance(y, layer(x)) < 0.03
-
-
 # --- a token and its neighbours -------------------------------------------------------------------
 
 
@@ -119,27 +106,6 @@ def test_a_token_does_not_depend_on_its_neighbours(kind, size, mean, inputs, out
             assert torch.equal(torch.cat([layer(part) for part in x.split(rows)]), expected)
         other = torch.cat([x[:5], 10.0 ** (seed - 2) * torch.randn(4, inputs)])
         assert torch.equal(layer(other)[:5], expected[:5])
-
-
-@needs_fbgemm
-def test_earlier_logits_do_not_see_later_tokens():
-    """In a whole model: the mistake is a scale that all tokens of a call share after all."""
-    model = apply_int8(model_of_shape("tiny-llama", device="cpu"), kind="per_token")
-    ids = torch.randint(model.config.vocab_size, (1, 24))
-    other = torch.cat([ids[:, :16], ids[:, 16:].flip(1)], dim=1)
-    logits = model(input_ids=ids).logits[:, :16]
-    assert torch.equal(model(input_ids=other).logits[:, :16], logits)
-
-
-def test_one_scale_per_call_and_one_per_token():
-    """Beside a large token, a small one is lost with "dynamic". "per_token" does not see it."""
-    layer = linear(64, 40)
-    x = torch.randn(4, 64)
-    x[1] *= 1000
-    errors = {}
-    for kind in ("dynamic", "per_token"):
-        errors[kind] = distance(int8_linear(layer, kind=kind)(x)[0], layer(x)[0])
-    assert errors["dynamic"] > 0.5 and errors["per_token"] < 0.02
 
 
 @needs_fbgemm
@@ -193,15 +159,6 @@ def test_tiny_and_large_activations(kind, size):
         assert distance(int8_linear(layer, kind=kind)(x), layer(x)) < 0.02
 
 
-def test_what_is_no_number_stays_none():
-    """With a scale per token. FBGEMM by itself may make a finite number of it."""
-    x = torch.randn(2, 64)
-    x[0, 3] = torch.nan
-    for kind in ("weight_only", "per_token"):
-        y = int8_linear(linear(64, 40), kind=kind)(x)
-        assert y[0].isnan().all() and y[1].isfinite().all()
-
-
 def test_activations_have_7_bits_without_vnni(monkeypatch):
     """Sums of two products of 8 bits do not fit into 16: such processors cut them off."""
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
@@ -222,17 +179,6 @@ def test_without_fbgemm_the_slower_path_is_right(monkeypatch):
     x = torch.randn(2, 5, 50)
     for kind in KINDS:
         assert distance(int8_linear(layer, kind=kind)(x), layer(x)) < 0.02
-
-
-def test_fp16_ends_at_65504():
-    """A sum of whole numbers up to 127 passes it where the result is far below."""
-    layer = linear(2048, 3)
-    layer.weight.data.fill_(0.01)
-    quantized = int8_linear(layer, kind="weight_only")
-    x = torch.full((2, 2048), 8.0)
-    got = kernels.fp16_product(x.half(), quantized.plain(), quantized.scale)
-    assert got.dtype is torch.float16
-    assert distance(got.float(), layer(x)) < 0.01
 
 
 # --- the module -----------------------------------------------------------------------------------
@@ -269,7 +215,7 @@ def test_saved_loaded_copied_and_cast(kind):
 # --- models ---------------------------------------------------------------------------------------
 
 
-MODELS = [("tiny-llama", "weight_only"), ("tiny-llama", "per_token"), ("tiny-gemma2", "dynamic")]
+MODELS = [("tiny-llama", "per_token"), ("tiny-gemma2", "dynamic")]
 
 
 @pytest.mark.parametrize(("family", "kind"), MODELS)
@@ -286,36 +232,12 @@ def test_a_model_of_each_family(family, kind):
     assert not model.training and not any(p.requires_grad for p in model.parameters())
 
 
-def test_a_decoder_in_8_bits_reads_a_quarter():
-    """Also a hybrid of two kinds. The embedding stays, where the output layer shares its weight."""
-    decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cpu"))
-    rows = torch.randint(0, 128, (2, 40)).tolist()
-    full = decode_quality(decoder, rows, token_by_token=True)
-    before = bytes_per_token(decoder)
-    apply_int8(decoder, kind="dynamic")
-    apply_int8(decoder, kind="weight_only", names=["head"])
-    quantized = decode_quality(decoder, rows, token_by_token=True)
-    assert quantized.perplexity == pytest.approx(full.perplexity, rel=0.01)
-    assert bytes_per_token(decoder) == pytest.approx(before / 4, rel=0.03)
-    assert decoder.embedding.weight.dtype is torch.float32
-
-
 def test_no_gradient_is_lost_in_silence():
     """The kernels have no backward: without the guard, what is below would not train."""
     model = apply_int8(model_of_shape("tiny-llama", device="cpu"), kind="dynamic")
     model.get_input_embeddings().requires_grad_(True)
     with pytest.raises(ValueError, match="no backward"):
         model(input_ids=torch.randint(0, 128, (1, 5)))
-
-
-def test_weights_without_a_scale_are_undone(llama):
-    """The mistake: a model that is quantized half-way. The probe gives it back."""
-    llama.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="is as it was: the loss is not finite"):
-        apply_int8(llama)
-    assert type(llama.model.layers[0].mlp.up_proj) is nn.Linear
-    with pytest.raises(ValueError, match="kind='int8': choose one of weight_only"):
-        apply_int8(llama, kind="int8")
 
 
 # --- which layers suffer --------------------------------------------------------------------------
@@ -348,13 +270,6 @@ def test_the_worst_groups_stay_until_the_rest_is_small_enough():
     assert sensitive_layers(scan, most_divergence=0.06) == []
     assert sensitive_layers(scan, most_divergence=0.04) == ["c"]
     assert sensitive_layers(scan, most_divergence=0.0) == ["c", "d", "a", "b"]
-
-
-def test_a_wrong_name_is_found_before_the_scan_begins(llama):
-    """In the last group it would be found after minutes of reading."""
-    groups = groups_by_place(llama) | {"head": ["nothing"]}
-    with pytest.raises(ValueError, match="no linear layer nothing"):
-        sensitivity(llama, [[1, 2, 3]], kind="dynamic", groups=groups)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

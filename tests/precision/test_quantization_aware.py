@@ -146,9 +146,7 @@ def test_what_is_exported_is_what_was_trained():
         assert torch.allclose(masters(input_ids=IDS).logits, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("activation_bits", "shape"), [(8, (2, 3, 64)), (4, (64,)), (None, (5, 64))]
-)
+@pytest.mark.parametrize(("activation_bits", "shape"), [(8, (2, 3, 64)), (None, (64,))])
 def test_the_layer_is_its_plain_formula(shape, activation_bits):
     """Forward, the gradient of the input and that of the weight, with what was cut off."""
     linear = nn.Linear(64, 24)
@@ -244,10 +242,9 @@ def test_a_saved_model_has_its_weights_in_full_precision(tmp_path):
     assert loss_of(copied) != loss_of(model)
 
 
-@pytest.mark.parametrize("output_bits", [4, None])
-def test_tables_with_two_grids(output_bits):
+def test_tables_with_two_grids():
     """One table trains with two kinds of rounding, and becomes two when training is over."""
-    model = apply_quantization_aware(causal_lm(), group=GROUP, output_bits=output_bits)
+    model = apply_quantization_aware(causal_lm(), group=GROUP, output_bits=4)
     table = model.get_input_embeddings().weight
     assert model.lm_head.weight is table
     masters = table.detach().clone()
@@ -255,10 +252,7 @@ def test_tables_with_two_grids(output_bits):
     convert_quantization_aware(model)
     assert torch.equal(model(input_ids=IDS).logits, expected)
     assert torch.equal(model.get_input_embeddings().weight, to_grid(masters, bits=8).weight())
-    of_output = masters
-    if output_bits is not None:
-        of_output = to_grid(masters, bits=output_bits).weight()
-    assert torch.equal(model.lm_head.weight, of_output)
+    assert torch.equal(model.lm_head.weight, to_grid(masters, bits=4).weight())
     assert not model.config.tie_word_embeddings
 
 
@@ -294,9 +288,9 @@ def test_losses_that_go_past_the_output_layer():
 # --- convolutions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [8, 3])
-def test_a_convolution_is_what_pytorch_rounds(bits):
+def test_a_convolution_is_what_pytorch_rounds():
     """Its own operators for fake quantization, with our scales: forward and gradients."""
+    bits = 3
     net = conv_net().eval()
     images = torch.randn(4, 3, 9, 9)
     apply_quantization_aware(net, weight_bits=bits, calibration=images)
@@ -376,32 +370,3 @@ def test_without_ranges_the_network_stays_as_it_is():
     with pytest.raises(ValueError, match="has seen no batch"):
         convert_quantization_aware(net)
     assert torch.equal(net[0].weight, before)
-
-
-class Centred(nn.Conv2d):
-    """As the layers of BiT: the mean of each filter is taken away first."""
-
-    def forward(self, x):
-        weight = self.weight - self.weight.mean(dim=(1, 2, 3), keepdim=True)
-        return self._conv_forward(x, weight, self.bias)
-
-
-def test_layers_with_a_forward_of_their_own_are_refused():
-    """Without the guard the forward of the class is left out, and no error says so."""
-    net = conv_net()
-    net[0].__class__ = Centred
-    with pytest.raises(ValueError, match=r"0 is a Centred with a forward of its own"):
-        apply_quantization_aware(net)
-    assert type(net[0]) is Centred
-
-
-@pytest.mark.gpu
-def test_on_gpu():
-    model = apply_quantization_aware(causal_lm(), group=GROUP)
-    expected = loss_of(model).item()
-    model.cuda()
-    ids = IDS.cuda()
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    assert loss.item() == pytest.approx(expected, rel=0.02)

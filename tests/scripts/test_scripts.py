@@ -1,6 +1,7 @@
 """Each script runs as its first line says, and goes on after it was interrupted."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import HfArgumentParser
 
+from recipes_lib.core.data.reminders import reminder_pairs
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SMALL = {
-    "train_large_model": "--rows 2 --held_out 4 --save_every 1",
-    "train_long_sequences": "--length 128 --save_every 1",
-    "finetune": "--rows 1 --held_out 4 --save_every 1",
+    "train_large_model": "--data mine.jsonl --rows 2 --held_out 2 --save_every 1",
+    "train_long_sequences": "--text mine.txt --length 32 --save_every 1",
+    "finetune": "--held_out 2 --save_every 1",
 }
 
 
@@ -38,6 +41,10 @@ def trained(output):
 @pytest.mark.parametrize("name", SMALL)
 def test_two_steps_and_a_resume(name, tmp_path, monkeypatch, capsys):
     """A run that goes on from a checkpoint and trains other rows, or from a fresh state."""
+    monkeypatch.chdir(tmp_path)
+    pairs = [json.dumps(pair) for pair in reminder_pairs(limit=12)]
+    Path("mine.jsonl").write_text("\n".join(pairs))
+    Path("mine.txt").write_text("\n".join(pairs))
     module = script(name)
     whole = settings(module, SMALL[name], tmp_path / "whole")
     module.main(whole)

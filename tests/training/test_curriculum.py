@@ -7,7 +7,6 @@ from recipes_lib.training.curriculum import (
     curriculum_batches,
     curriculum_schedule,
     flops_per_token,
-    predicted_share_of_compute,
     rows_that_grow,
     steps_at_equal_compute,
 )
@@ -72,12 +71,6 @@ def test_resumed_at_any_step_and_repeated_by_seed():
     assert not torch.equal(ids_of(seed=1)[0], whole[0])
 
 
-def test_documents_are_joined():
-    """The mistake: a list of documents is taken for a list of rows."""
-    documents = [list(range(start, start + 50)) for start in range(0, 1300, 50)]
-    assert all(map(torch.equal, ids_of(documents), ids_of(torch.arange(1300))))
-
-
 def test_shares_become_steps():
     """The mistake: rounding each count by itself loses a step, or invents one."""
 
@@ -107,39 +100,6 @@ def test_flops_per_token_are_those_of_the_matrix_products(family):
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
 
 
-def causal_attention_flops():
-    """For FlopCounterMode: what the CPU's fused attention multiplies, which it does not know."""
-
-    def forward(q, k, v, *args, **kwargs):
-        return 4 * q[0] * q[1] * q[2] * k[2] * q[3] // 2  # two products, half of them masked
-
-    def backward(gradient, *args, **kwargs):
-        return 2 * forward(*args)
-
-    kernels = torch.ops.aten
-    return {
-        kernels._scaled_dot_product_flash_attention_for_cpu: forward,
-        kernels._scaled_dot_product_flash_attention_for_cpu_backward: backward,
-    }
-
-
-def test_predicted_share_is_that_of_the_counted_operations(llama):
-    """The mistake: the share counts steps, and not what a token costs at each length."""
-    tokens = torch.randint(0, 128, (4096,))
-
-    def count(stages):
-        with FlopCounterMode(custom_mapping=causal_attention_flops(), display=False) as counter:
-            for batch in curriculum_batches(tokens, stages=stages, tokens_per_step=512, steps=5):
-                llama(**batch, use_cache=False).loss.backward()
-        return counter.get_total_flops()
-
-    stages = [(32, 0.4), (128, 0.4), (512, 0.2)]
-    share = count(stages) / count([(512, 1.0)])
-    assert predicted_share_of_compute(llama, stages=stages) == pytest.approx(share, rel=0.01)
-    assert share < 0.8
-    assert predicted_share_of_compute(llama, stages=[(512, 1.0)]) == 1
-
-
 def test_steps_at_equal_compute_cost_the_same(llama):
     """The mistake: a schedule that never sees the full length gets too few steps."""
     per_step = flops_per_token(llama, seq_len=256)
@@ -152,12 +112,9 @@ def test_steps_at_equal_compute_cost_the_same(llama):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": [(64, 0.5), (32, 0.5)]}, "ascending"),
         ({"stages": [(24, 0.5), (64, 0.5)]}, "divide the longest"),
         ({"tokens_per_step": 96}, "multiple of 64"),
-        ({"stages": [(32, 0.5), (64, 0.4)]}, "sum to 1"),
         ({"steps": 2}, "raise it, or drop a stage"),
-        ({"tokens": STREAM[:100]}, "stream_tokens=100: give a whole number of 128 or more"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(options, message):

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from recipes_lib.core.data import IGNORED, collate
-from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.data import IGNORED
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.training.sequence_packing import (
     best_fit,
@@ -119,47 +118,16 @@ def test_positions_that_restart_mean_the_document_mask(llama):
     torch.testing.assert_close(packed, by_hand)
 
 
-def test_the_same_seed_gives_the_same_order():
-    """The mistake: a resumed run trains on other rows."""
-    rows = make_rows([5, 9, 13, 2, 20, 20, 20])
-    assert pack_sequences(rows, length=22, seed=3) == pack_sequences(rows, length=22, seed=3)
-    assert pack_sequences(rows, length=22, seed=3) != pack_sequences(rows, length=22, seed=4)
-
-
-def kept_by(forward, memory):
-    """Bytes that a forward leaves for backward, logits included."""
-    before = memory.current
-    output = forward()
-    kept = memory.current - before
-    del output
-    return kept
-
-
-def test_predicted_speedup_is_the_ratio_of_processed_tokens_and_of_saved_activations():
+def test_predicted_speedup_is_the_ratio_of_processed_tokens():
     """The mistake: padding at the end of packed rows is forgotten."""
     # Many short rows and a few long ones, as instruction pairs are.
     lengths = (10 + 150 * torch.rand(64) ** 2).int().tolist()
-    rows = make_rows(lengths)
-    packs = pack_sequences(rows, length=320)
+    packs = pack_sequences(make_rows(lengths), length=320)
     packed = collate_packed(packs, pad_token_id=0)
     ratio = padded_tokens(lengths, batch_size=8) / packed["input_ids"].numel()
     predicted = predicted_speedup(lengths, length=320, batch_size=8, packs_per_batch=len(packs))
     assert predicted == pytest.approx(ratio)
     assert ratio > 1.2
-
-    model = model_of_shape("tiny-gpt2", layers=8, device="cpu")
-
-    def saved(batch):
-        # Without positions, and so without the mask: the next test counts that.
-        return kept_by(lambda: model(batch["input_ids"], use_cache=False).logits, memory)
-
-    padded = 0
-    with PeakMemory() as memory:
-        for start in range(0, 64, 8):
-            padded += saved(collate(rows[start : start + 8], pad_token_id=0))
-        one_by_one = sum(saved(collate_packed([pack], pad_token_id=0)) for pack in packs)
-    predicted = predicted_speedup(lengths, length=320, batch_size=8)
-    assert padded / one_by_one == pytest.approx(predicted, rel=0.1)
 
 
 def test_check_document_mask():
@@ -188,9 +156,6 @@ def test_check_document_mask():
         model.forward = wrong
         with pytest.raises(RuntimeError, match=message):
             check_document_mask(model, batch)
-    alone = collate_packed(pack_sequences(make_rows([9]), length=24), pad_token_id=0)
-    with pytest.raises(ValueError, match="no border to check"):
-        check_document_mask(model, alone)
 
 
 def test_rows_that_cannot_be_packed():
@@ -200,5 +165,3 @@ def test_rows_that_cannot_be_packed():
     packs = pack_sequences(make_rows([3, 4]), length=8)
     with pytest.raises(ValueError, match="row 0 is packed"):
         pack_sequences(packs, length=8)
-    with pytest.raises(ValueError, match="length=2: give a whole number of 7 or more"):
-        collate_packed(packs, pad_token_id=0, length=2)
