@@ -121,7 +121,6 @@ class Speculation:
     tokens: list[int]  # of the answer, without the prompt
     accepted: int = 0  # drafted tokens that the answer kept
     compared: int = 0
-    drafted: int = 0
     calls: int = 0
     drafted_calls: int = 0  # those that checked a draft
 
@@ -131,7 +130,6 @@ class Speculation:
         accepted = min(len(chosen) - 1, len(kept))
         self.tokens += kept
         self.calls += 1
-        self.drafted += len(draft)
         self.accepted += accepted
         self.compared += accepted
         if draft:
@@ -143,11 +141,6 @@ class Speculation:
     def acceptance(self) -> float:
         """The chance that a drafted token is right if those before it are: `a` of the formula."""
         return self.accepted / self.compared if self.compared else 0.0
-
-    @property
-    def tokens_per_call(self) -> float:
-        """1.0 is greedy decoding."""
-        return (len(self.tokens) - 1) / self.calls if self.calls else 1.0
 
     @property
     def draft_share(self) -> float:
