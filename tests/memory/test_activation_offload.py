@@ -221,13 +221,10 @@ def test_disk_without_room(llama, batch, monkeypatch):
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_what_moves_nothing_or_saves_nothing_is_refused(llama, batch):
-    """Activations that are on the host already, a RAM disk, and storages that are too small."""
+def test_what_saves_nothing_is_refused(llama):
+    """Activations that are on the host already, and a RAM disk."""
     with pytest.raises(ValueError, match="use to='disk'"), offload_activations(llama):
         pass
-    too_large = functools.partial(to_disk, min_bytes=2**30)
-    with pytest.raises(ValueError, match="nothing moved, the largest"), too_large(llama):
-        llama(**batch, use_cache=False)
     if os.path.exists("/dev/shm"):
         with pytest.raises(ValueError, match="RAM disk"), to_disk(llama, directory="/dev/shm"):
             pass

@@ -148,8 +148,6 @@ def test_a_second_backward_must_be_announced(llama, batch):
         slot.wait()
     with pytest.raises(RuntimeError, match="pass micro_batches"):
         llama(**batch, use_cache=False).loss.backward()
-    with pytest.raises(RuntimeError, match="applied these gradients"):
-        optimizer.zero_grad()
     optimizer.step()
     with pytest.raises(RuntimeError, match="no gradient has arrived"):
         optimizer.step()
