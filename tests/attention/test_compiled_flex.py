@@ -50,11 +50,3 @@ def test_too_many_masks_are_an_error(quickly):
     with pytest.raises(RuntimeError, match=r"compiled for 1 masks.*torch.compiler.reset"):
         for window in range(3, 6):
             attend(window, q)
-
-
-def test_bf16_on_a_t4_is_refused(monkeypatch):
-    """The mistake: "Attempt to trace generator", and from then on for fp32 as well."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(ValueError, match=r"before Ampere .* compute in torch\.float16"):
-        compiled_flex.require_compiler(torch.device("cuda"), torch.bfloat16)
-    compiled_flex.require_compiler(torch.device("cuda"), torch.float16)
