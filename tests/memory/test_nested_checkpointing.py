@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.causal_lm import decoder_blocks, trunk
 from recipes_lib.core.model.mixing import take_out
 from recipes_lib.memory.nested_checkpointing import (
     Nested,
@@ -15,7 +14,8 @@ from recipes_lib.memory.nested_checkpointing import (
     best_group,
     nested_by_hand,
 )
-from tests.conftest import assert_equal, gradients, run
+from tests.conftest import assert_equal, run
+from tests.memory.test_activation_checkpointing import one_by_one, through_the_blocks
 from tests.small_models import small_model
 
 
@@ -25,25 +25,6 @@ def llama():
 
 
 # --- the idea -------------------------------------------------------------------------------------
-
-
-def through_the_blocks(model, hidden, run_blocks):
-    """Output of the blocks of a Llama, and the gradients of a loss on it."""
-    model.zero_grad()
-    positions = torch.arange(hidden.shape[1])[None]
-    rotary = trunk(model).rotary_emb(hidden, positions)
-    blocks = [
-        functools.partial(block, position_embeddings=rotary) for block in decoder_blocks(model)
-    ]
-    output = run_blocks(blocks, hidden)
-    output.square().sum().backward()
-    return {"output": output.detach()} | gradients(model)
-
-
-def one_by_one(blocks, hidden):
-    for block in blocks:
-        hidden = block(hidden)
-    return hidden
 
 
 def test_the_idea_is_the_technique(llama):
