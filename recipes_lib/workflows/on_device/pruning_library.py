@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recipes_lib.compression.channel_pruning import check_kept, inner_channels
+from recipes_lib.compression.channel_pruning import inner_channels
 from recipes_lib.core.measure.machine import require
 
 # The library rounds down what is left of a layer: 8 channels computed as 7.999 would be 7.
@@ -29,13 +29,11 @@ def pruned_by_torch_pruning(model: Any, example: Tensor, *, kept: Mapping[str, T
         model: a MobileNetV2 classifier of transformers. It stays as it is.
         example: images [B, C, H, W] for the trace; what they show does not matter.
         kept: as in `apply_channel_pruning`.
-    Raises ValueError for another model, and for numbers of channels as `apply_channel_pruning`
-    does. Raises ImportError with the command that installs the library.
+    Raises ValueError for another model, and ImportError with the command that installs the library.
     """
     library = require("torch_pruning")
     pruned = copy.deepcopy(model)
     inner = inner_channels(pruned)
-    check_kept(inner, kept)
     ratios = {}
     for name, channels in kept.items():
         share = 1 - len(channels) / inner[name].channels
