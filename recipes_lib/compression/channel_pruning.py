@@ -62,7 +62,7 @@ def plain_importance(inside: Tensor, reduce: Tensor) -> Tensor:
 
 
 def apply_channel_pruning(model: Any, *, kept: Mapping[str, Tensor]) -> Any:
-    """Take all channels but `kept` out of the blocks, in place; returns `model`.
+    """Take all channels but `kept` out of a MobileNetV2, in place; returns `model`.
 
     The model computes what it would compute if the others added nothing. It is an ordinary module
     with smaller layers: make the optimizer after this. Its configuration does not know of it, so
