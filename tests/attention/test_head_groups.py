@@ -173,7 +173,7 @@ def test_the_block_of_a_public_shape():
             model = model_of_shape("llama-3.1-8b", layers=1, dtype=torch.bfloat16, device="cpu")
             apply_flash_attention(model.requires_grad_(False))
             model.enable_input_require_grads()
-            apply_tiled_mlp(model, tile_size=2048, norms=True)  # each tile takes its time
+            apply_tiled_mlp(model, tile_size=1024, norms=True)
             if in_groups:
                 apply_head_groups(model)
             apply_activation_checkpointing(model)
@@ -182,4 +182,4 @@ def test_the_block_of_a_public_shape():
                 model.model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
             one_tensor = 2 * tokens * model.config.hidden_size
             peaks.append((memory.peak - weight_bytes(model)) / one_tensor)
-    assert peaks == pytest.approx([8.6, 7.1], abs=0.1)
+    assert peaks == pytest.approx([8.6, 7.1], abs=0.06)
