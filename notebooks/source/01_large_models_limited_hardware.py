@@ -16,6 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
+# > **4,727 MiB → 254 MiB, in 0.59× (0.58–0.59) the time:** one training step of a real pretrained model on one batch, from full fine-tuning in fp32 to everything combined: **95% less memory** of tensors. Against QLoRA with checkpoints and a loss in chunks, which many have today, it is -44%, in 0.58× the time. Where all weights train, it is -76%, in 0.97× (0.88–1.12) the time, and -37%, in 0.43× (0.42–0.47) the time if nothing is computed twice. Held-out loss in 8 steps, one run each: baseline 3.69 → 2.76; 16 bits, compiled, chunked loss 3.69 → 2.77; everything combined 4.04 → 2.95. Arithmetic that knows nothing of tensors is off by less than 0.1% for the first number. Each row was predicted before it ran, by the same count on tensors without data: off by 3.5% at most.
+# >
+# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways. For each way it predicts the memory, measures it, and checks what should be equal: gradients, weights or loss.
