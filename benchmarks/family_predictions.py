@@ -18,7 +18,7 @@ from recipes_lib.core.measure import measure
 from recipes_lib.core.predict import Build, predict
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.report.ladders.memory import ReadyStep
-from tests.families.configs import VOCABULARY, quiet, tiny_model
+from tests.families.configs import VOCABULARY, quiet, tiny_config
 
 BATCH = (2, 128)  # rows, and tokens of each
 # By the name of its configuration.
@@ -42,7 +42,9 @@ def build_of(family: str, *, checkpointed: bool) -> Build:
 
     def build() -> tuple[Any, torch.optim.Optimizer, Any]:
         with quiet():
-            model = tiny_model(name).train()
+            config = tiny_config(name)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.train()
         if checkpointed:
             apply_activation_checkpointing(model)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), step
