@@ -18,7 +18,7 @@
 # <!-- numbers:headline-05 -->
 # <!-- end -->
 #
-# A pretrained model knows a language, and not your task. This notebook teaches a task to a small model, from sentences that ask for a reminder to reminders that a program can read. It does so with all weights, with LoRA and with QLoRA, in one loop of a dozen lines. Each time it asks three things: how much memory, how much time, and how many answers are right on sentences that the model has never seen.
+# A pretrained model knows a language, and not your task. This notebook teaches a task to a small model, from sentences that ask for a reminder to reminders that a program can read. It does so with all weights, with LoRA and with QLoRA, in one loop. Each time it asks three things: how much memory, how much time, and how many answers are right on sentences that the model has never seen.
 #
 # | | |
 # |---|---|
@@ -37,7 +37,7 @@
 # | 2 | LoRA | which weights train? | [lora.py](../recipes_lib/fine_tuning/lora.py) |
 # | 3 | QLoRA | in how many bits are the others? | [qlora.py](../recipes_lib/fine_tuning/qlora.py) |
 # | 4 | logits of the answers only | what fills the rest? | [completion_only_loss.py](../recipes_lib/fine_tuning/completion_only_loss.py) |
-# | 5 | a sweep | which learning rate, which layers? | [lora.py](../recipes_lib/fine_tuning/lora.py) |
+# | 5 | a sweep | which learning rate? | [lora.py](../recipes_lib/fine_tuning/lora.py) |
 # | 6 | the run | does it learn the task? | [reminders.py](../recipes_lib/core/data/reminders.py) |
 # | 7 | experts and images | what does LoRA leave out? | [lora.py](../recipes_lib/fine_tuning/lora.py) |
 # | 8 | packing | how much is padding? | [sequence_packing.py](../recipes_lib/training/sequence_packing.py) |
@@ -88,22 +88,22 @@ print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
 # %%
 cpu = dict(
     model="smollm2",
-    rows=4,  # sentences in a step
+    rows=2,  # sentences in a step
+    compared=4,  # sentences in the step whose bytes and time are compared
     steps=120,  # of the three long runs
-    points=(0, 40, 120),  # steps after which the model is examined
     short=12,  # steps of each run that looks for a learning rate
-    held_out=48,  # sentences that are never trained on
+    held_out=48,  # sentences that judge, and are never trained on
     rounds=3,  # of timing
 )
-more = dict(points=(0, 100, 300), short=40, held_out=200)
+more = dict(rows=16, compared=16, steps=300, short=40, held_out=200)
 # Continuous integration checks that the code runs, on a model with random weights.
-tiny = dict(model="tiny-smollm2", steps=4, points=(0, 4), short=2, held_out=8, rounds=1)
+tiny = dict(model="tiny-smollm2", steps=4, short=2, held_out=8, rounds=1)
 
 sizes = choose_sizes(
     cpu=cpu,
-    gpu16=cpu | more | dict(rows=16, steps=300),
-    gpu24=cpu | more | dict(rows=16, steps=300),
-    gpu80=cpu | more | dict(rows=32, steps=300),
+    gpu16=cpu | more,
+    gpu24=cpu | more,
+    gpu80=cpu | more | dict(rows=32, compared=32),
     fast=cpu | tiny,
 )
 sizes
@@ -112,13 +112,15 @@ sizes
 # ## The task, and what is learned of it
 #
 # The task is made by a program, so that an answer is right or wrong. A sentence asks for a reminder, and the answer is the reminder as JSON. The clock has 288 times of five minutes. A fifth of them stands in held-out sentences only, with things to do that no training sentence has. So a right answer cannot be remembered.
+#
+# Who chooses on some sentences, judges on others. A first part of the held-out sentences chooses the learning rates. The verdicts come from a second part, on which nothing was chosen.
 
 # %%
 import gc
 import os
 import shutil
 
-from recipes_lib.core.data import collate, load_instructions
+from recipes_lib.core.data import collate, load_instructions, load_pairs
 from recipes_lib.core.data.chat import decode_with_mask
 from recipes_lib.core.data.reminders import reminder_pairs, times_of
 from recipes_lib.core.measure.runs import runs_dir
@@ -131,10 +133,18 @@ shutil.rmtree(folder, ignore_errors=True)
 tokenizer = load_tokenizer(sizes.model)
 padding = {"pad_token_id": tokenizer.pad_token_id}
 pairs = reminder_pairs(limit=sizes.rows * sizes.steps)
-questions = reminder_pairs(split="validation", limit=sizes.held_out)
-train_rows = list(load_instructions(tokenizer, dataset=pairs))
-held_out = list(load_instructions(tokenizer, dataset=questions))
+drawn = reminder_pairs(split="validation", limit=3 * sizes.held_out)
+different = list(
+    {pair["completion"]: pair for pair in drawn}.values()
+)  # each answer once
+to_choose = different[: sizes.held_out // 2]
+questions = different[-sizes.held_out :]
+assert len(to_choose) + len(questions) <= len(different), "no sentence is in both parts"
 assert not set(times_of("train")) & set(times_of("validation"))
+
+train_rows = list(load_instructions(tokenizer, dataset=pairs))
+choosing = list(load_instructions(tokenizer, dataset=to_choose))
+held_out = list(load_instructions(tokenizer, dataset=questions))
 
 for pair in pairs[:2] + questions[:2]:
     print(pair["prompt"], pair["completion"], sep="\n  ")
@@ -146,7 +156,7 @@ print(decode_with_mask(train_rows[0], tokenizer))
 #
 # ### Labels that are wrong train without an error
 #
-# The loss falls as well with wrong labels, and the model learns something else. Here is the same row with three mistakes, and what `check_labels` says of each:
+# With wrong labels the loss falls, too, and the model learns something else. Here is the same row with three mistakes, and what `check_labels` says of each:
 
 # %%
 from recipes_lib.core.data.chat import IGNORED
@@ -173,7 +183,7 @@ targets = check_labels(train_rows, tokenizer)
 print(f"right: {targets:.0%} of the tokens carry loss")
 
 # %% [markdown]
-# **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`, and `SFTConfig(completion_only_loss=True)`. It masks; it does not check labels that you bring. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al., 2024).
+# **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`. For these `completion_only_loss=True` is the default. For rows of `messages` it is `assistant_only_loss=True`; Unsloth calls it `train_on_responses_only`. They mask; they do not check labels that you bring. Without this repository, look at three rows: `tokenizer.decode([label for label in labels if label != -100])`. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al., 2024).
 #
 # ## Baseline: the loop
 #
@@ -201,7 +211,9 @@ def take_step(model, batch, optimizer, loss_of=own_loss):
         loss = loss_of(model, batch)  # forward
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # no gradient is longer than 1
+    torch.nn.utils.clip_grad_norm_(
+        model.parameters(), 1.0
+    )  # no gradient is longer than 1
     scaler.step(optimizer)  # the weights change
     scaler.update()
     optimizer.zero_grad()
@@ -210,7 +222,7 @@ def take_step(model, batch, optimizer, loss_of=own_loss):
 
 def optimizer_of(model, rate):
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    return torch.optim.AdamW(trained, lr=rate, fused=True)
+    return torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, fused=True)
 
 
 def train(model, batches, rate, loss_of=own_loss):
@@ -225,16 +237,25 @@ def train(model, batches, rate, loss_of=own_loss):
 
 
 # %% [markdown]
-# The batches are made once, so that every way of training sees the same rows in the same order.
+# The batches are made once, so that every way of training sees the same rows in the same order. Each row is met once. More *epochs*, which are turns through the same rows, are for small data: stop where the held-out loss rises, for from there the model only remembers.
 
 # %%
 gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
+
+
+def batch_of(rows):
+    return collate(rows, device=here.device, **padding)
+
+
 batches = [
-    collate(train_rows[start : start + sizes.rows], device=here.device, **padding)
+    batch_of(train_rows[start : start + sizes.rows])
     for start in range(0, len(train_rows), sizes.rows)
 ]
-tokens = batches[0]["input_ids"].numel()
-print(f"{len(batches)} batches, {tokens} tokens in the first one")
+compared = batch_of(train_rows[: sizes.compared])
+tokens = compared["input_ids"].numel()
+print(
+    f"{len(batches)} batches to train on; {tokens} tokens in the step that is compared"
+)
 
 
 def base(dtype=torch.float32):
@@ -250,13 +271,13 @@ def base(dtype=torch.float32):
 #
 # $$\text{bytes} = b \cdot \text{frozen} + (4 + 8) \cdot \text{trained} + \max(\text{activations} + \text{logits},\ 4 \cdot \text{trained})$$
 #
-# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are one number per token and word of the vocabulary, and the loss needs that table about three times. Both go in backward, while the gradients come, 4 bytes per trained weight: so the peak has one or the other.
+# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are one number per token and word of the vocabulary, and the loss needs that table about three times. Both go in backward, while the gradients come, 4 bytes per trained weight: so the peak has one or the other. A model that uses its embedding at both ends gets that gradient twice for a moment: the cell below prints how much this adds.
 #
 # Each trained weight costs about six operations per token: two in forward, two for the gradient of its input, two for its own. A frozen one needs no gradient of its own, so it costs four. Padding costs as much as text.
 #
 # $$\text{operations} = (4 \cdot \text{frozen} + 6 \cdot \text{trained}) \cdot \text{tokens, with padding}$$
 #
-# So a step of LoRA should take about 4/6 of the time of full fine-tuning. The table lists the bytes that stay between two steps, without gradients:
+# So a step of LoRA should take a little more than 4/6 of the time of full fine-tuning. The cell lists the bytes that stay between two steps, without gradients:
 
 # %%
 from recipes_lib.core.model.causal_lm import decoder_blocks
@@ -274,12 +295,20 @@ kept = {
 print(f"{weights:,} weights, {in_blocks:,} of them in blocks; adapters {adapters:,}")
 for name, size in kept.items():
     print(f"{name:<17}{size / 2**20:7,.0f} MiB")
+twice = 4 * shapes.get_input_embeddings().weight.numel()
+peak = (kept["full fine-tuning"] + 4 * weights + twice) / 2**20
+print(
+    f"peak of full fine-tuning: all that, {4 * weights / 2**20:,.0f} MiB of gradients and"
+)
+print(
+    f"{twice / 2**20:,.0f} MiB for the embedding's second one, together {peak:,.0f} MiB"
+)
 del shapes
 
 # %% [markdown]
 # ## 1. Is it better, or is it luck?
 #
-# **What happens.** Two numbers judge a model: the *held-out loss*, in nats per token of the answers, and the share of answers that are right to the letter. Both come from some sentences, and others would give other numbers. So each has an interval. For the loss we draw as many sentences out of ours, with replacement, 2,000 times, and keep the middle 95 %. For a share of right answers Wilson's formula gives the interval; it holds for 0 and for 100 %, too.
+# **What happens.** Two numbers judge a model: the *held-out loss*, in nats per token of the answers, and the share of answers that are right to the letter. Both come from some sentences, and others would give other numbers. So each has an interval. For the loss we draw as many sentences as we have out of ours, with replacement. We do so 2,000 times, and keep the middle 95 % of the means. For a share of right answers Wilson's formula gives the interval; it holds for 0 and for 100 %, too.
 #
 # To compare two models, take the *same* sentences and draw the differences: what makes a sentence hard for both is then gone.
 #
@@ -289,7 +318,8 @@ del shapes
 from types import SimpleNamespace
 
 from recipes_lib.core.data.chat import tokenize_chat
-from recipes_lib.core.data.evaluation import generate_answers
+from recipes_lib.core.data.corpus import load_text
+from recipes_lib.core.data.evaluation import generate_answers, perplexity
 from recipes_lib.fine_tuning.honest_evaluation import (
     compare,
     held_out_losses,
@@ -299,6 +329,11 @@ from recipes_lib.report.show import show
 
 show(plain_paired_bootstrap)
 wanted = [pair["completion"] for pair in questions]
+
+
+def losses_of(model, rows):
+    with in_half():
+        return held_out_losses(model, rows, batch_size=32, **padding)
 
 
 def wilson(right, count, z=1.96):
@@ -317,13 +352,17 @@ def write(model, prompts):
         )
 
 
+def are_right(answers):
+    """1 for each answer that is right to the letter, else 0."""
+    return torch.tensor([a == b for a, b in zip(answers, wanted)]).double()
+
+
 def examine(model):
-    """Losses and answers on the held-out sentences."""
-    with in_half():
-        losses = held_out_losses(model, held_out, batch_size=32, **padding)
+    """Losses and answers on the sentences that judge."""
     answers = write(model, held_out)
-    right = torch.tensor([a == b for a, b in zip(answers, wanted)]).double()
-    return SimpleNamespace(losses=losses, answers=answers, right=right)
+    return SimpleNamespace(
+        losses=losses_of(model, held_out), answers=answers, right=are_right(answers)
+    )
 
 
 def in_words(found):
@@ -336,25 +375,34 @@ model = base()
 before = examine(model)
 print("alone:               ", in_words(before))
 
-# Three examples as earlier turns of the conversation. `train` False: nothing to learn.
-examples = []
+# The form in words, then three examples as earlier turns. `train` False: nothing to learn.
+form = (
+    "Answer with JSON: day in three letters, time as HH:MM of 24 hours, and what to do."
+)
+examples = [{"role": "system", "content": form}]
 for pair in pairs[:3]:
     examples.append({"role": "user", "content": pair["prompt"]})
-    examples.append({"role": "assistant", "content": pair["completion"], "train": False})
+    examples.append(
+        {"role": "assistant", "content": pair["completion"], "train": False}
+    )
 conversations = []
 for pair in questions:
     asked = {"role": "user", "content": pair["prompt"]}
     answer = {"role": "assistant", "content": pair["completion"]}
     conversations += tokenize_chat(tokenizer, [*examples, asked, answer])
 answers = write(model, conversations)
-few_shot = sum(a == b for a, b in zip(answers, wanted))
-low, high = wilson(few_shot, len(wanted))
-print(f"after three examples: {few_shot} of {len(wanted)} right ({low:.0%} to {high:.0%})")
-print(f"one of them: {answers[0]}")
+prompted = are_right(answers)
+low, high = wilson(prompted.sum().item(), len(wanted))
+print(
+    f"after three examples: {prompted.sum():.0f} of {len(wanted)} right ({low:.0%} to {high:.0%})"
+)
+print(f"one of them: {answers[0]}, wanted: {wanted[0]}")
+other_text = load_text(split="validation")  # Python's own modules
+forgotten = {"before": perplexity(model, tokenizer, text=other_text)}
 del model
 
 # %% [markdown]
-# That is the answer to the guess, and what fine-tuning has to beat: a prompt with examples costs no training. **Price:** a forward pass and the answers. **When not:** with fewer than about thirty sentences the interval of the loss is too narrow. No interval here covers another seed of the training. In lm-evaluation-harness the line is `simple_evaluate(bootstrap_iters=…)`; the Trainer's `eval_loss` has no interval.
+# The two lines answer the guess. A prompt with examples costs no training, and is what fine-tuning has to beat. For a model this small it is a weak opponent: ask a large one before you train it. **Price:** a forward pass and the answers. **When not:** with fewer than about thirty sentences the interval of the loss is too narrow. No interval here covers another seed of the training, nor sentences that this program would not make: your users write other forms. Hold out a form, too. The Trainer's `eval_loss` has no interval.
 #
 # ## 2. LoRA: train a small correction
 #
@@ -396,7 +444,7 @@ del adapted, layer
 # %% [markdown]
 # `LoraConfig` and `get_peft_model` are the lines that you will write tomorrow, and the rows below are made by them. `apply_lora` of this repository calls both; it also refuses layers that an adapter would not reach (recipe 7 shows why).
 #
-# The results go into a table, the *ladder*. `climb` predicts the bytes of a step by running it on tensors without data, then measures a real one.
+# The results go into a table, the *ladder*. `climb` first predicts the bytes of a step: it takes one in which each tensor has a shape and no numbers. Then it measures a real one. Each step is described at its own peak. The learning rate of these steps is zero, so the column *loss* is that of the model before training.
 
 # %%
 from functools import partial
@@ -408,28 +456,28 @@ ladder = MemoryLadder(
 )  # rows of unequal length, counted as one
 
 
-def climb(name, make, rate=1e-3, loss_of=own_loss):
+def climb(name, make, loss_of=own_loss):
     def build():
         model = make().train()
-        step = partial(take_first_batch, loss_of=loss_of)
-        return model, optimizer_of(model, rate), step
+        return model, optimizer_of(model, 0.0), partial(compared_step, loss_of=loss_of)
 
     ladder.climb(name, build, dtype=half)
 
 
-def take_first_batch(model, optimizer, loss_of):
-    return take_step(model, batches[0], optimizer, loss_of)
+def compared_step(model, optimizer, loss_of):
+    return take_step(model, compared, optimizer, loss_of)
 
 
-climb("full fine-tuning", base, rate=1e-4)
+climb("full fine-tuning", base)
 climb("LoRA", with_lora)
+print(f"the guess: LoRA's peak is {-ladder['LoRA'].change:.0%} lower")
 
 # %% [markdown]
 # ## 3. QLoRA: the frozen weights in four bits
 #
 # **What happens.** 64 weights share a scale, and each becomes one of 16 levels. A layer unpacks its weights when it is called, and multiplies in 16 bits, as LoRA does here.
 #
-# **Guess first.** What do four bits cost before any training, and is it made good by training?
+# **Guess first.** What do four bits cost before any training, and does training win it back?
 
 # %%
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -449,12 +497,12 @@ theirs = AutoModelForCausalLM.from_pretrained(
     folder / "base", quantization_config=in_four_bits, dtype=half
 )
 ours = quantize_nf4(base(half), compute_dtype=half)
-some = batches[0]["input_ids"][:1]
+some = compared["input_ids"][:1]
+# In eval mode a CPU would repack the weights of `theirs`, see below.
 assert torch.equal(theirs.train()(some).logits, ours.train()(some).logits)
 print("loaded by transformers, and rounded by quantize_nf4: the same logits")
-four_bits = examine(ours)
-print("in four bits, before training:", in_words(four_bits))
-print("cost of four bits:", compare(before.losses, four_bits.losses))
+rounded = compare(before.losses, losses_of(ours, held_out))
+print("the guess: before training, four bits cost", rounded)
 del theirs, ours
 
 
@@ -467,7 +515,7 @@ climb("QLoRA", with_qlora)
 # %% [markdown]
 # `apply_qlora` does one thing more than these lines. On CPUs with AVX512-BF16, bitsandbytes repacks the weights at the first forward in eval mode, for a kernel that has no gradient. Whoever examines the model before training, as we do, then trains adapters of which most get a gradient of zero, without an error. `apply_qlora` keeps the weights as they are.
 #
-# Whether training makes good what four bits cost, recipe 6 answers. **When not:** where the 16-bit weights fit. LoRA then begins with the exact model.
+# **When not:** where the 16-bit weights fit. LoRA then begins with the exact model. Recipe 6 prints what is left of the difference after training.
 #
 # ## 4. Logits of the answers only, and everything combined
 #
@@ -493,16 +541,16 @@ def answer_loss(model, batch):
 
 model = base().eval()
 with torch.no_grad():
-    first = batches[0]
-    by_hand = plain_answer_loss(model, first) / (first["labels"][:, 1:] != IGNORED).sum()
-    assert torch.allclose(by_hand, answer_loss(model, first), rtol=1e-4)
-    assert torch.allclose(by_hand, own_loss(model, first), rtol=1e-4)
+    learnt = (compared["labels"][:, 1:] != IGNORED).sum()
+    by_hand = plain_answer_loss(model, compared) / learnt
+    assert torch.allclose(by_hand, answer_loss(model, compared), rtol=1e-4)
+    assert torch.allclose(by_hand, own_loss(model, compared), rtol=1e-4)
 print("by hand, by transformers and from some logits: the same loss")
 del model
 climb("everything combined", with_qlora, loss_of=answer_loss)
 
 # %% [markdown]
-# **The line you will write tomorrow:** `SFTConfig(loss_type="nll")` of TRL 1.16, its default. On a GPU it drops the tokens without a label, and goes through the rest in tiles. On a CPU it takes all of them. Without TRL: `model(…, logits_to_keep=places)`.
+# **The line you will write tomorrow:** `SFTConfig(loss_type="nll")` of TRL 1.16, its default, which was called `chunked_nll` before. On a GPU it drops the tokens without a label, and goes through the rest in tiles. On a CPU it takes all of them. Without TRL: `model(…, logits_to_keep=places)`.
 #
 # *Everything combined* is QLoRA with this loss, and a step is timed beside the others, in turns:
 
@@ -526,184 +574,188 @@ timeline_chart(
 # %%
 for name, size in kept.items():
     found = ladder.predictions[name].kept
-    print(f"{name}: {size / 2**20:,.0f} MiB stay between steps, found {found / 2**20:,.0f}")
+    print(
+        f"{name}: {size / 2**20:,.0f} MiB stay between steps, found {found / 2**20:,.0f}"
+    )
+counted = ladder["LoRA"].operations / ladder["full fine-tuning"].operations
+print(f"LoRA's operations: {counted:.2f} of full fine-tuning's")
 for name in ("LoRA", "QLoRA", "everything combined"):
     row = ladder[name]
-    print(f"{name}: peak {row.change:+.0%}, time {row.ratio:.2f}× (4/6 = 0.67 expected)")
+    print(f"{name}: peak {row.change:+.0%}, time {row.ratio:.2f}×")
 saved = 1 - ladder["everything combined"].peak_bytes / ladder["QLoRA"].peak_bytes
-print(f"logits of the answers only: {saved:.0%} of QLoRA's peak is gone")
+print(f"the guess: logits of the answers only take {saved:.0%} off QLoRA's peak")
 to_lora = ladder["QLoRA"].seconds / ladder["LoRA"].seconds
 print(f"QLoRA takes {to_lora:.2f}× the time of LoRA, both in the same precision")
 
 # %% [markdown]
-# That answers the guesses about bytes and time. In the first picture *other* is the gradient of the embedding, twice: the model uses that table at its input and at its output, and both ends give one. Where the time is above 4/6, the adapters and the unpacking cost it: small matrices keep a processor badly busy. On a large model they weigh less.
+# These lines answer the guesses. In the pictures *other* is the loss at work: two more tables of logits. For full fine-tuning it is the second gradient of the embedding. Where a time is above the share of operations, the adapters and the unpacking cost it. A small matrix leaves most of a processor idle, and the weights are unpacked once per step, however few its rows are. On a large model, and with more rows, both weigh less.
 #
-# ## 5. Which learning rate, and which layers?
+# ## 5. Which learning rate?
 #
-# **What happens.** *LoRA Without Regret* (Thinking Machines, 2025) found in many runs: adapters want about ten times the learning rate of full fine-tuning, they belong on all linear layers, and the rank matters little as long as it can hold the data. We try the first two here, with rates a decade apart.
+# **What happens.** *LoRA Without Regret* (Thinking Machines, 2025) found in many runs: adapters want about ten times the learning rate of full fine-tuning, they belong on all linear layers, and the rank matters little as long as it can hold the data. We try the first here, with rates a decade apart. QLoRA gets rates of its own: what suits exact weights may not suit rounded ones. The other two are the article's advice, from far longer runs than ours.
 #
-# **Guess first.** At which of three rates does each of them learn most in a short run?
+# **Guess first.** At which rate does each of them learn most in a short run?
 
 # %%
 short = batches[: sizes.short]
 
 
 def short_run(model, rate):
-    """The held-out loss after a short run."""
+    """The loss after a short run, on the sentences that choose."""
     for _ in train(model, short, rate, answer_loss):
         pass
-    with in_half():
-        return held_out_losses(model, held_out, batch_size=32, **padding)
-
-
-
-def with_attention_only():
-    config = LoraConfig(
-        r=42,  # as many numbers as rank 16 on all layers
-        lora_alpha=84,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(base(half), config)
+    return losses_of(model, choosing).mean
 
 
 trials = {
     "full fine-tuning": (base, (2e-5, 2e-4, 2e-3)),
     "LoRA": (with_lora, (2e-4, 2e-3, 2e-2)),
-    "LoRA, attention only": (with_attention_only, (2e-3,)),
+    "QLoRA": (with_qlora, (5e-4, 2e-3)),
 }
 sweep = {}
 best_rate = {}
-best = {}
 for name, (make, rates) in trials.items():
-    found = {rate: short_run(make(), rate) for rate in rates}
-    sweep[name] = [(rate, losses.mean) for rate, losses in found.items()]
-    best_rate[name] = min(found, key=lambda rate: found[rate].mean)
-    best[name] = found[best_rate[name]]
+    sweep[name] = [(rate, short_run(make(), rate)) for rate in rates]
+    best_rate[name], _ = min(sweep[name], key=lambda point: point[1])
     words = "  ".join(f"{rate:.0e}: {loss:.3f}" for rate, loss in sweep[name])
-    print(f"{name:<21}{words}")
+    print(f"{name:<18}{words}")
 times = best_rate["LoRA"] / best_rate["full fine-tuning"]
-print(f"\nbest rate of LoRA: {times:.0f} times that of full fine-tuning")
-print("attention only, against all layers:", end=" ")
-print(compare(best["LoRA"], best["LoRA, attention only"]))
+print(f"the guess: LoRA's best rate is {times:.0f} times that of full fine-tuning")
 
 # %%
 from recipes_lib.report.lines import lines
 
 lines(
-    {name: sweep[name] for name in ("full fine-tuning", "LoRA")},
-    title="Adapters want a higher learning rate than all weights",
+    sweep,
+    title=(
+        f"Best after {sizes.short} steps: {best_rate['full fine-tuning']:.0e} for all weights, "
+        f"{best_rate['LoRA']:.0e} for LoRA"
+    ),
     xlabel="learning rate",
     ylabel="held-out loss, nats per token",
     xscale="log",
     yscale="log",
-    source=f"{sizes.short} steps, one run each, {sizes.held_out} held-out sentences",
+    source=f"one run each, {len(choosing)} held-out sentences",
 )
 
 # %% [markdown]
-# **The line you will write tomorrow:** `LoraConfig(target_modules="all-linear")` and a rate that you have looked for in runs as short as these. Where the interval of a difference holds zero, this run does not rank the two. **When not:** a rate is best for a length and a batch. Look again if yours are others.
+# **The line you will write tomorrow:** `LoraConfig(target_modules="all-linear")` and a rate that you have looked for in short runs. Our grid has decades, so it can only find factors of about 1, 10 or 100. **When not:** a rate is best for a length and a batch. The best one of a short run is a good guess for a long run, and no more: with time to spare, look again at a third of the length.
 #
 # ## 6. The run: does the model learn the task?
 #
-# **What happens.** All three ways take the same rows in the same order, each at its best rate; QLoRA takes that of LoRA. After some steps each is examined.
+# **What happens.** All three ways take the same rows in the same order, each at its own best rate of the short runs. Then each is examined, on the sentences that judge. One thing more is asked: how well does it still predict other text, the source code of Python? A model that learns a task forgets some of what it knew.
 #
 # **Guess first.** Which of the three ends best, and by more than chance?
 
 # %%
-ways = {
-    "full fine-tuning": (base, best_rate["full fine-tuning"]),
-    "LoRA": (with_lora, best_rate["LoRA"]),
-    "QLoRA": (with_qlora, best_rate["LoRA"]),
-}
+from recipes_lib.fine_tuning.qlora import check_gradient_flow
+
 curves = {}
-for name, (make, rate) in ways.items():
+after = {}
+adapted = {}
+for name, (make, _) in trials.items():
     model = make()
-    curves[name] = {0: four_bits if name == "QLoRA" else before}
-    for done, _ in enumerate(train(model, batches, rate, answer_loss), 1):
-        if done in sizes.points:
-            curves[name][done] = examine(model)
-            print(f"{name}, step {done}: {in_words(curves[name][done])}")
-    if name == "LoRA":
-        lora = model
-after = {name: list(curve.values())[-1] for name, curve in curves.items()}
-qlora = model
+    curves[name] = list(train(model, batches, best_rate[name], answer_loss))
+    after[name] = examine(model)
+    forgotten[name] = perplexity(model, tokenizer, text=other_text)
+    print(f"{name}, rate {best_rate[name]:.0e}: {in_words(after[name])}")
+    if name != "full fine-tuning":
+        adapted[name] = model
 del model
+check_gradient_flow(adapted["QLoRA"], batches[0])
+print("QLoRA: a gradient reaches each adapter, after the examination, too")
+words = ", ".join(f"{name} {found:.2f}" for name, found in forgotten.items())
+print(f"perplexity of other text, which is better lower: {words}")
 
 # %%
-def share_by_step(curve):
-    return [(step, 100 * found.right.mean().item()) for step, found in curve.items()]
+part = max(1, sizes.steps // 12)  # a point is the mean of so many steps
+
+
+def in_parts(losses):
+    ends = range(part, len(losses) + 1, part)
+    return [(end, sum(losses[end - part : end]) / part) for end in ends]
 
 
 lines(
-    {name: share_by_step(curve) for name, curve in curves.items()},
-    title=f"{sizes.steps} steps teach the task, with all weights and with adapters",
+    {name: in_parts(losses) for name, losses in curves.items()},
+    title="The loss of sentences before they are trained on, each way at its own rate",
     xlabel="optimizer step",
-    ylabel="held-out answers that are right, %",
-    ylim=(0, 105),
-    source=f"one seed, {sizes.held_out} held-out sentences",
+    ylabel="loss, nats per token",
+    yscale="log",
+    source=f"one seed; each sentence is met once; a point is the mean of {part} steps",
 )
-
-# %% [markdown]
-# Three sentences that it has never seen, before and after:
-
-# %%
-for number in range(3):
-    print(questions[number]["prompt"])
-    print(f"  before: {before.answers[number][:70]!r}")
-    print(f"  after:  {after['LoRA'].answers[number]}")
-
-# %% [markdown]
-# The answer to the guess, sentence by sentence. Below zero means that the second of the two has the lower loss.
 
 # %%
 from recipes_lib.report.figure import new_figure
 from recipes_lib.report.style import INK, RECIPE
 
+shares = {"before training": before.right, "three examples": prompted}
+shares |= {name: found.right for name, found in after.items()}
+count = len(wanted)
+result = f"{after['LoRA'].right.sum():.0f} of {count} after {sizes.steps} steps of LoRA"
+figure, axes = new_figure(
+    f"Right answers: {before.right.sum():.0f} of {count} before, {result}",
+    height=2.6,
+    source="one seed; lines are 95 % intervals over the sentences",
+)
+for place, right in enumerate(shares.values()):
+    low, high = wilson(right.sum().item(), count)
+    axes.plot([100 * low, 100 * high], [place, place], color=INK)
+    axes.plot(100 * right.mean().item(), place, "o", color=RECIPE)
+axes.set_yticks(range(len(shares)), list(shares))
+axes.invert_yaxis()
+axes.margins(y=0.2)
+axes.set(xlabel="held-out answers that are right, % · better →")
+figure
+
+# %% [markdown]
+# Two sentences that it has never seen, before and after, and what QLoRA still gets wrong:
+
+# %%
+for number in range(2):
+    print(questions[number]["prompt"])
+    print(f"  before: {before.answers[number][:70]!r}")
+    print(f"  after:  {after['LoRA'].answers[number]}")
+wrong = (after["QLoRA"].right == 0).nonzero().flatten().tolist()
+print(f"\nQLoRA has {len(wrong)} wrong answers; the first three:")
+for number in wrong[:3]:
+    print(f"  {questions[number]['prompt']}\n    {after['QLoRA'].answers[number]}")
+
+# %% [markdown]
+# The guess, sentence by sentence. Below zero means that the second of the two has the lower loss.
+
+# %%
 looks = {
     "full → LoRA": ("full fine-tuning", "LoRA"),
     "LoRA → QLoRA": ("LoRA", "QLoRA"),
     "full → QLoRA": ("full fine-tuning", "QLoRA"),
 }
 paired = {}
-ones = torch.ones(len(wanted))
+ones = torch.ones(count)
 for look, (first, second) in looks.items():
     paired[look] = compare(after[first].losses, after[second].losses)
     low, high = plain_paired_bootstrap(after[first].right, after[second].right, ones)
     points = (after[second].right - after[first].right).mean()
     print(f"{look}: {paired[look]}")
     print(f"    right answers {points:+.0%} (95 % interval {low:+.0%} to {high:+.0%})")
-
-# %%
-figure, axes = new_figure(
-    "What LoRA and QLoRA cost in held-out loss",
-    height=2.2,
-    source=f"{sizes.steps} steps, one seed; 95 % intervals over {sizes.held_out} sentences",
+most = max(after, key=lambda name: after[name].right.sum())
+left = paired["LoRA → QLoRA"]
+print(f"\nmost right answers: {most}")
+print(
+    f"QLoRA behind LoRA: {rounded.difference:+.3f} nats per token before, {left.difference:+.3f} after"
 )
-axes.axvline(0, color=INK, linewidth=1)
-for place, change in enumerate(paired.values()):
-    axes.plot([change.low, change.high], [place, place], color=INK)
-    axes.plot(change.difference, place, "o", color=RECIPE)
-axes.set_yticks(range(len(paired)), paired)
-axes.invert_yaxis()
-axes.set(xlabel="difference of the held-out loss, nats per token")
-figure
 
 # %% [markdown]
-# An interval says what other sentences would show, not what another seed would. On other text, full fine-tuning and LoRA were compared for 120 steps, too (`python -m benchmarks.long_finetune`): functions and their docstrings, where nothing is simply right.
-
-# %%
-from recipes_lib.report.records import recorded
-
-for method, verdict in recorded("long_finetune")["verdicts"].items():
-    print(
-        f"docstrings, {method}: {verdict['value']:+.3f} nats per token "
-        f"({verdict['low']:+.3f} to {verdict['high']:+.3f})"
-    )
-
+# Where an interval holds zero, this run does not rank the two. An interval says what other sentences *of this program* would show. It does not say what another seed would, and this is one seed.
+#
+# What if QLoRA is *worse*? A rate that was not its own, or a gradient that is cut, would be the first suspects. QLoRA had two rates to choose from, and the check above saw its gradients. What is left is the rounding, or chance. These weights were rounded to four bits once before, as the setup cell says, and here they are rounded in other groups once more. So do not read its price as "four bits cost so much": weights that come in 16 bits are rounded once. Recipe 9 puts the same adapter on exact weights, and so parts the rounding in use from that in training.
+#
+# How many pairs does a task need? Nobody can say before. Train on a half and on all: where the held-out loss still falls from one to the other, more pairs help.
+#
 # %% [markdown]
 # ## 7. What LoRA leaves untrained, in silence
 #
-# **What happens.** Qwen3-VL-MoE reads images with a *vision tower*, and each block of its language model has many MLPs, the *experts*. transformers 5 stores the experts of a block in two large tensors, which are no linear layers. Here is a tiny one with random weights.
+# **What happens.** Qwen3-VL-MoE reads images with a *vision tower*, and each block of its language model has many MLPs, the *experts*. transformers 5 stores the experts of a block in two large tensors, which are no linear layers. Here is a tiny one with random weights; the sizes in the cell are of no interest.
 #
 # **Guess first.** `target_modules="all-linear"`, the advice of recipe 5: what does it train here?
 
@@ -719,7 +771,9 @@ text = dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_la
 text |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 tower = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=4)
-tower |= dict(out_hidden_size=64, num_position_embeddings=64, deepstack_visual_indexes=[0])
+tower |= dict(
+    out_hidden_size=64, num_position_embeddings=64, deepstack_visual_indexes=[0]
+)
 special = dict(image_token_id=120, video_token_id=121)
 special |= dict(vision_start_token_id=122, vision_end_token_id=123)
 # Of each part, what the names of its parameters have in common.
@@ -758,13 +812,17 @@ print("peft, all-linear:")
 silent = count_trained(
     get_peft_model(with_images(), LoraConfig(r=4, target_modules="all-linear"))
 )
+real = 48 * 128 * 3 * 2048 * 768  # blocks, experts, matrices of each, their two sides
+print(
+    f"the experts of Qwen3-VL-30B-A3B, from its config: {real / 1e9:.0f} billion weights"
+)
 try:
     apply_lora(with_images(), rank=4)
 except ValueError as reason:
     print(f"\nours: {reason}")
 
 # %% [markdown]
-# No word of warning: most adapters are on the vision tower, and the experts, which hold most of the weights of such a model, have none. Say what you mean. Attention of the language model alone, or with the experts by `target_parameters`:
+# No word of warning. The vision tower has adapters, and the experts have none; in the real model they hold nearly all of the weights. Say what you mean. Attention of the language model alone, or with the experts by `target_parameters`:
 
 # %%
 attention = r".*language_model.*(q_proj|k_proj|v_proj|o_proj)"
@@ -783,9 +841,11 @@ image = dict(
     image_grid_thw=torch.tensor([[1, 4, 4]], device=here.device),
     mm_token_type_ids=(ids == 120).long(),
 )
-pictured = dict(input_ids=ids, labels=ids, **image)
-losses = list(train(vision, [pictured] * 6, 1e-2))
-print(f"six steps on an image and text: loss {losses[0]:.2f} → {losses[-1]:.2f}")
+labels = ids.clone()
+labels[ids >= 120] = IGNORED  # no token of the image is an answer
+pictured = dict(input_ids=ids, labels=labels, **image)
+losses = list(train(vision, [pictured] * 3, 1e-2))
+print(f"three steps on an image and text: loss {losses[0]:.2f} → {losses[-1]:.2f}")
 del vision
 
 # %% [markdown]
@@ -839,7 +899,7 @@ print(f"packed                    {together:.4f}")
 print(f"packed without positions  {leaking:.4f}")
 
 # %% [markdown]
-# Without positions the loss looks *better*: a later document reads the earlier ones. That gain is false, for in use no other document stands before the question. With positions, packed rows are the same training to the fourth digit. So packing adds no quality. What it saves is time. How much? Sixteen documents, four rows at a time: as they come, sorted by length, and packed:
+# Without positions the loss looks *better*: a later document reads the earlier ones. That gain is false, for in use no other document stands before the question. With positions, the loss is that of each document alone. So packing adds no quality. What it saves is time. How much? Sixteen documents, four rows at a time: as they come, sorted by length, and packed:
 
 # %%
 from recipes_lib.core.measure import in_turns
@@ -871,62 +931,86 @@ turns = {name: partial(forward_and_backward, model, name) for name in work}
 seconds = in_turns(turns, rounds=1 + sizes.rounds)
 useful = {}
 for name, times in seconds.items():
-    useful[name] = sum(lengths) / min(times[1:])  # the first turn warms up
+    speeds = sorted(sum(lengths) / each for each in times[1:])  # the first one warms up
+    useful[name] = speeds[-1]
     computed = sum(batch["input_ids"].numel() for batch in work[name])
     print(
-        f"{name:<17}{useful[name]:6,.0f} useful tokens/s, "
-        f"{1 - sum(lengths) / computed:.0%} padding, "
+        f"{name:<17}{useful[name]:6,.0f} useful tokens/s (slowest {speeds[0]:,.0f}), "
+        f"{1 - sum(lengths) / computed:.0%} padding, {len(work[name])} batches, "
         f"{useful[name] / useful['padded']:.2f}× padded"
     )
 del model, turns
 
 # %% [markdown]
-# **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Without them attention computes it and throws it away. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). Sorting gains about as much, and its steps are no longer random samples.
+# **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Other attention computes the masked part and throws it away. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). Sorting gains a part of it, and its steps are no longer random samples. Packed rows have hardly less padding than sorted ones; they are also fewer batches, each with a fixed cost. And a packed batch holds more pairs: an epoch has fewer steps, so look for the learning rate again.
 #
 # ## 9. Save, merge, deploy
 #
-# **What happens.** An adapter belongs to one base. On another of the same shape it runs, and answers badly. So `save_adapter` keeps a fingerprint of the base, and `load_adapter` refuses any other model; peft's `save_pretrained` compares shapes. A merge adds B A to W, and then nothing of LoRA is left to slow an answer.
+# **What happens.** An adapter belongs to one base. `PeftModel.from_pretrained` only compares shapes, so it takes any base of the same shape, also one that was trained further since. `save_adapter` keeps a fingerprint of the base beside peft's files, and `load_adapter` refuses any other model. A merge adds B A to W, and then nothing of LoRA is left to slow an answer.
 #
-# **Guess first.** QLoRA learned beside weights in four bits. Is its adapter better on those, or on the base as it was before?
+# First the adapter as its user meets it: a new process, peft alone, two new sentences. No training sentence has the form of the second one.
 
 # %%
+from peft import PeftModel
+
 from recipes_lib.fine_tuning.adapter_files import (
     base_fingerprint,
     load_adapter,
     save_adapter,
 )
+
+fingerprint = base_fingerprint(base(half))
+for name, model in adapted.items():
+    size = save_adapter(model, folder / name, base=fingerprint)
+print(f"an adapter file has {size / 2**20:.0f} MiB\n")
+
+served = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=half).to(
+    here.device
+)
+served = PeftModel.from_pretrained(served, folder / "LoRA")
+new = [
+    "Remind me to call the dentist on Friday at 6:40 pm.",
+    "Could you wake me on Sunday at 7:05 am?",
+]
+for question, answer in zip(new, write(served, new)):
+    print(question, answer, sep="\n  ")
+del model, served
+
+# %% [markdown]
+# **Guess first.** QLoRA learned beside weights in four bits. Is its adapter better on those, or on the base as it was before? `load_adapter` takes that base, for the four bits were made from it.
+
+# %%
 from recipes_lib.fine_tuning.lora import merge_lora
 from recipes_lib.fine_tuning.qlora import merge_qlora
 
-fingerprint = base_fingerprint(base(half))
-size = save_adapter(qlora, folder / "adapter", base=fingerprint)
-print(f"adapter file: {size / 2**20:.0f} MiB\n")
-on_16_bits = load_adapter(base(half), folder / "adapter")
 deployed = {
-    "LoRA, merged": (merge_lora(lora), "LoRA"),
-    "QLoRA, merged": (merge_qlora(qlora), "QLoRA"),
-    "QLoRA's adapter on the 16-bit base": (on_16_bits, "QLoRA"),
+    "QLoRA's adapter on the 16-bit base": (
+        load_adapter(base(half), folder / "QLoRA"),
+        "QLoRA",
+    ),
+    "LoRA, merged": (merge_lora(adapted["LoRA"]), "LoRA"),
+    "QLoRA, merged": (merge_qlora(adapted["QLoRA"]), "QLoRA"),
 }
 merged = {}
 for name, (model, judged) in deployed.items():
-    found = examine(model)
-    merged[name] = compare(after[judged].losses, found.losses)
-    print(f"{name}: {int(found.right.sum())} of {len(wanted)} right, against {judged}:")
-    print(f"    {merged[name]}")
-del model, deployed, on_16_bits, lora, qlora
+    merged[name] = compare(after[judged].losses, losses_of(model, held_out))
+    print(f"{name}, against {judged}:\n    {merged[name]}")
+del model, deployed, adapted
 
 # %% [markdown]
 # | your case | deploy |
 # |---|---|
-# | LoRA | the merged model: `model.merge_and_unload()`, which `merge_lora` calls |
-# | QLoRA, 16-bit weights fit | what the lines above call *better*, or the merged model if neither |
+# | LoRA, one task | the merged model: `model.merge_and_unload()`, which `merge_lora` calls |
+# | LoRA, many tasks on one base | `vllm serve BASE --enable-lora --lora-modules mine=FOLDER` |
+# | QLoRA, 16-bit weights fit when serving | the merged model; the 16-bit base, if it is *better* on sentences of yours that chose nothing |
 # | QLoRA, only four bits fit | the four-bit base with the adapter beside it |
+# | llama.cpp, Ollama | the merged model, saved, then `python convert_hf_to_gguf.py FOLDER` of llama.cpp |
 #
 # `merge_qlora` unpacks the base first. peft's own merge into four-bit weights rounds the sum to four bits once more.
 #
 # ## 10. The same in TRL, and as a command
 #
-# This is the run of recipe 6 for TRL, with its real names. Four steps of both, on the same rows:
+# Four steps of TRL and of our loop, on the same rows, with the same schedule:
 
 # %%
 from datasets import Dataset, disable_progress_bars
@@ -938,15 +1022,16 @@ settings = SFTConfig(
     output_dir=str(folder / "trl"),
     max_steps=4,
     per_device_train_batch_size=sizes.rows,
-    learning_rate=1e-3,
-    lr_scheduler_type="constant",
-    loss_type="nll",  # in tiles, for labels only
-    completion_only_loss=True,
+    learning_rate=2e-3,
+    lr_scheduler_type="cosine",
+    warmup_steps=1,
+    loss_type="nll",  # the default: in tiles, for labels only
     bf16=half is torch.bfloat16,
     fp16=half is torch.float16,
     gradient_checkpointing=False,  # TRL's default is True
     train_sampling_strategy="sequential",
     logging_steps=1,
+    save_strategy="no",
     report_to="none",
     disable_tqdm=True,
     use_cpu=here.device == "cpu",
@@ -962,17 +1047,16 @@ trainer.train()
 theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 del trainer
 
-model = with_lora().train()
-optimizer = optimizer_of(model, 1e-3)
-ours = [take_step(model, batch, optimizer, answer_loss) for batch in batches[:4]]
+ours = list(train(with_lora(), batches[:4], 2e-3, answer_loss))
 print("TRL ", *(f"{loss:.3f}" for loss in theirs))
 print("ours", *(f"{loss:.3f}" for loss in ours))
-del model, optimizer
+apart = max(abs(a - b) for a, b in zip(theirs, ours))
+print(f"they are {apart:.3f} apart at most")
 
 # %% [markdown]
-# The losses agree. The Trainer has what our loop has not: evaluation while training, callbacks, several GPUs. Rows with `prompt` and `completion` work as well, as lists of messages: plain strings get no chat template.
+# It is the same training, rounded in another order. The Trainer has what our loop has not: evaluation while training, callbacks, several GPUs. For a run of yours change five lines: `train_dataset` with `prompt` and `completion` as lists of messages (plain strings get no chat template), `peft_config=every_linear` with a base in the place of the model, `eval_dataset` with `eval_strategy="steps"`, `max_length`, and `num_train_epochs` for `max_steps`.
 #
-# Without code there is a command. It reads a file of pairs, checks each, keeps every tenth out of the training, and says at its end whether the loss of those has fallen. Here the process is killed two steps after a checkpoint, as an operating system does that runs out of memory, and a second one goes on.
+# Without code there is a command. It reads a file of pairs, checks each, keeps every tenth out of the training, and says at its end whether the loss of those has fallen. Here the process is killed two steps after a checkpoint, as by the out-of-memory killer, and a second one goes on.
 
 # %%
 import json
@@ -980,14 +1064,14 @@ import json
 from recipes_lib.workflows.finetune import command
 
 file = folder / "pairs.jsonl"
-file.write_text("\n".join(json.dumps(pair) for pair in reminder_pairs(limit=60)))
+file.write_text("\n".join(json.dumps(pair) for pair in reminder_pairs(limit=300)))
 options = [
     f"--model={folder / 'base'}",
     f"--data={file}",
     f"--output={folder / 'run'}",
-    "--steps=9",
+    "--steps=6",
     "--save-steps=3",
-    "--rows-per-step=4",
+    "--rows-per-step=2",
     "--dropout=0.1",  # random numbers, which a resumed run must repeat
 ]
 print("python -m recipes_lib finetune", *options, "\n")
@@ -996,16 +1080,16 @@ resumed = command.run_command(*options, "--resume")
 print(f"killed   {killed}")
 print(f"resumed  {dict(list(resumed.items())[:4])} …")
 verdict = (folder / "run" / "adapter" / "README.md").read_text()
-print(*[line for line in verdict.splitlines() if "nats" in line], sep="\n")
+print(*[line for line in verdict.splitlines() if "difference" in line], sep="\n")
 
 # %% [markdown]
-# Both processes took steps 3 and 4, and their losses agree in every digit: weights, states, schedule, place in the data and random state come back. In the Trainer the line is `trainer.train(resume_from_checkpoint=True)`. The command also writes the run as a file for Axolotl ([docs/finetune.md](../docs/finetune.md)).
+# Both processes took steps 3 and 4, and their losses agree in every digit: weights, states, schedule, place in the data and random state come back. In the Trainer the line is `trainer.train(resume_from_checkpoint=True)`. All of its options: [docs/finetune.md](../docs/finetune.md).
 #
 # ## A trap: all weights in bf16
 #
 # `from_pretrained` of transformers 5 loads a model as its file is, most often in bf16. Whoever then trains all of its weights has no fp32 numbers anywhere. The next bf16 number after 1 is 0.8 % away, and an update of less than half of that is lost when it is rounded to the nearest.
 #
-# **Guess first.** At the usual learning rate of 1e-5: which share of the weights of two blocks has changed after three steps?
+# **Guess first.** At 2e-5, the default of TRL: which share of the weights of two blocks has changed after three steps?
 
 # %%
 from recipes_lib.precision.pure_bf16 import bf16_adamw
@@ -1015,7 +1099,7 @@ def share_that_changed(dtype, make):
     model = base(dtype).requires_grad_(False)
     trained = list(decoder_blocks(model)[-2:].requires_grad_(True).parameters())
     old = [weight.detach().clone() for weight in trained]
-    optimizer = make(trained, lr=1e-5)
+    optimizer = make(trained, lr=2e-5)
     for batch in batches[:3]:
         take_step(model, batch, optimizer, answer_loss)
     moved = sum((a != b).sum().item() for a, b in zip(old, trained))
@@ -1034,35 +1118,58 @@ for name, share in changed.items():
     print(f"{name:<24}{share:.0%} of the weights changed")
 
 # %% [markdown]
-# So load in fp32 and use autocast, as the first row of the ladder does, or round up and down at random, which is right on average: torchao's `AdamW8bit(bf16_stochastic_round=True)`. Adapters are not concerned: peft keeps them in fp32.
+# These lines count moved weights, not quality. A share below 100 % is right where the rounding is random: a small update then moves few weights, each by more, and the mean is right. Rounding to the nearest loses the update. So load in fp32 and use autocast, as the first row of the ladder does, or round at random: torchao's `AdamW8bit(bf16_stochastic_round=True)`. Adapters are not concerned: peft keeps them in fp32.
 #
 # ## When to use what, and what is not here
 #
-# **Which way?** LoRA on all linear layers, at a rate from a short sweep, with logits of the answers only. QLoRA where the 16-bit weights do not fit. All weights where there is much to learn, and 16 bytes per weight are there. Packing where lengths are unequal.
+# **Which way?** LoRA on all linear layers, at a rate from a short sweep, with logits of the answers only. QLoRA where the 16-bit weights do not fit; its price is the line *LoRA → QLoRA* of recipe 6. All weights where there is much to learn, and 16 bytes per weight are there: 12 that stay, and 4 for the gradient. Packing where lengths are unequal.
 #
 # | recipe | why it has no section | where it helps |
 # |---|---|---|
 # | 8-bit states, paged AdamW | adapters have hardly any states | all weights: −24 % for 7B in torchao's figures, [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) |
 # | activation checkpointing, accumulation | the rows are short | long rows, large batches: notebooks 01 and [04](../notebooks/04_training_long_sequences.ipynb) |
-# | DoRA | 17 % slower and 2 GiB more than LoRA for 46.9 against 47.8 % on GSM8K | PEFT's comparison, Llama-3.2-3B, one seed each |
-# | rsLoRA | a scale of α / √r, for large ranks | the same comparison: 51.3 % with rank 64 |
-# | Muon | DeepSpeed: 34.5 → 31.4 GiB for 3B; gains in fine-tuning are disputed, here seeds do not agree (`python -m benchmarks.muon`) | pretraining |
+# | DoRA, rsLoRA | other forms of the same correction | PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison) has scores, seconds and bytes of each |
+# | Muon | as a fine-tuning optimizer its seeds do not agree here (`python -m benchmarks.muon`) | pretraining |
 # | a template that drops thinking | Qwen3 keeps that of the last answer only | `load_instructions` makes one row per answer |
 #
+# ## Your own data
+#
+# A file with one pair in each line. What is too long is left out and never cut, for a cut answer teaches to stop anywhere. Look at what is learned before you train. Hold out by *source*, such as a customer or a document: rows of one source are alike.
+
+# %%
+lines_of_mine = [
+    {"prompt": "Ticket: the app is slow.", "completion": "performance"},
+    {"prompt": "Ticket: I cannot log in.", "completion": "account"},
+]
+mine_file = folder / "mine.jsonl"
+mine_file.write_text("\n".join(json.dumps(pair) for pair in lines_of_mine))
+mine_pairs = list(load_pairs(dataset=str(mine_file)))
+mine_rows = list(load_instructions(tokenizer, dataset=mine_pairs, max_tokens=512))
+check_labels(mine_rows, tokenizer)
+print(f"{len(mine_pairs)} pairs, {len(mine_pairs) - len(mine_rows)} are too long")
+for row in mine_rows:
+    print(
+        "learned:",
+        repr(tokenizer.decode([label for label in row["labels"] if label != IGNORED])),
+    )
+
+# %% [markdown]
 # ## Take this home
 
 # %%
 name = folder / "base"  # or a hub id: "HuggingFaceTB/SmolLM2-135M-Instruct"
 mine = AutoModelForCausalLM.from_pretrained(name, dtype=half).to(here.device)
-mine = get_peft_model(mine, every_linear)
-rows = list(load_instructions(tokenizer, dataset=pairs[:16]))  # or a file: "mine.jsonl"
-parts = [rows[start : start + 4] for start in range(0, len(rows), 4)]
-mine_batches = [collate(part, device=here.device, **padding) for part in parts]
-first = held_out_losses(mine, held_out[:8], **padding)
-for loss in train(mine, mine_batches, 2e-3, answer_loss):
+config = LoraConfig(
+    r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+)
+mine = get_peft_model(mine, config)
+rows = train_rows[:16]  # or mine_rows, some hundreds of them
+parts = [batch_of(rows[start : start + 4]) for start in range(0, len(rows), 4)]
+first = losses_of(mine, held_out)
+for loss in train(mine, parts, best_rate["LoRA"], answer_loss):
     print(f"loss {loss:.3f}")
-print(compare(first, held_out_losses(mine, held_out[:8], **padding)))
-mine.save_pretrained(folder / "mine")
+print(compare(first, losses_of(mine, held_out)))
+mine.save_pretrained(folder / "mine")  # recipe 9 loads such a folder, and asks
 del mine
 
 # %% [markdown]
@@ -1070,25 +1177,26 @@ del mine
 #
 # ## Exercises
 #
-# 1. How many held-out sentences would show a difference of 0.01 nats between LoRA and QLoRA?
-# 2. Train LoRA with rank 1 for the same steps. What does *LoRA Without Regret* say about so little data?
-# 3. Let the model learn the questions, too (`labels` = `input_ids`). Are fewer answers right?
+# 1. How many held-out sentences would show a difference of 0.01 nats between full fine-tuning and LoRA?
+# 2. How many bytes stay between two steps for a model of 7 billion weights: with all weights, with LoRA of 40 million numbers, with QLoRA?
+# 3. Let the model learn the questions, too. What does `check_labels` say?
 #
 # <details><summary>Solutions</summary>
 #
-# 1. `rows_needed(after["QLoRA"].losses - after["LoRA"].losses, difference=0.01)` of honest_evaluation.py.
-# 2. `get_peft_model(base(half), LoraConfig(r=1, lora_alpha=2, target_modules="all-linear", task_type="CAUSAL_LM"))`, then the loop of recipe 6: a small data set fits into a small rank.
-# 3. Copy each batch with `labels=batch["input_ids"]`, and train on those.
+# 1. `rows_needed(after["LoRA"].losses - after["full fine-tuning"].losses, difference=0.01)` of honest_evaluation.py; the last cell prints it.
+# 2. By the equation, in 10⁹ bytes: 12 · 7 = 84; 2 · 7 + 12 · 0.04 = 14.5; 0.52 · 7 + 12 · 0.04 = 4.1, and more for the embedding, which stays in 16 bits.
+# 3. It refuses rows with `labels=input_ids`, as in the cell of the three mistakes. Train on them without the check, then call `examine`: the interval of the difference decides.
 #
 # </details>
 #
 # ## References
 #
-# - Hu et al., *LoRA*, 2021; Dettmers et al., *QLoRA*, 2023; Schulman et al., *LoRA Without Regret*, 2025
-# - Miller, *Adding Error Bars to Evals*, 2024; Wilson, *Probable Inference*, 1927
-# - Shi et al., *Instruction Tuning With Loss Over Instructions*, 2024
-# - Krell et al., *Efficient Sequence Packing without Cross-contamination*, 2021
-# - PEFT, *method_comparison*; TRL, *Default SFT loss to chunked_nll*, pull request 5846
+# - Hu et al., *LoRA*, [2106.09685](https://arxiv.org/abs/2106.09685); Dettmers et al., *QLoRA*, [2305.14314](https://arxiv.org/abs/2305.14314)
+# - Schulman et al., [*LoRA Without Regret*](https://thinkingmachines.ai/blog/lora/), 2025
+# - Miller, *Adding Error Bars to Evals*, [2411.00640](https://arxiv.org/abs/2411.00640); Wilson, *Probable Inference*, 1927
+# - Shi et al., *Instruction Tuning With Loss Over Instructions*, [2405.14394](https://arxiv.org/abs/2405.14394)
+# - Krell et al., *Efficient Sequence Packing without Cross-contamination*, [2107.02027](https://arxiv.org/abs/2107.02027)
+# - TRL, [*SFTTrainer*](https://huggingface.co/docs/trl/sft_trainer); PEFT, [*LoRA*](https://huggingface.co/docs/peft/package_reference/lora)
 #
 # The last cell checks the claims above on this machine: orderings, and what has to be equal.
 
@@ -1096,13 +1204,14 @@ del mine
 from recipes_lib.core.measure.machine import fast
 from recipes_lib.fine_tuning.honest_evaluation import rows_needed
 
-print(f"exercise 1: {rows_needed(after['QLoRA'].losses - after['LoRA'].losses, difference=0.01)}")
+difference = after["LoRA"].losses - after["full fine-tuning"].losses
+print(f"exercise 1: {rows_needed(difference, difference=0.01)} sentences")
 exact = all(killed[step] == resumed[step] for step in killed.keys() & resumed.keys())
 gain = compare(before.losses, after["LoRA"].losses)
 learned = dict(
     steps=sizes.steps,
     held_out=sizes.held_out,
-    few_shot=few_shot,
+    few_shot=int(prompted.sum()),
     right_before=int(before.right.sum()),
     right={name: int(found.right.sum()) for name, found in after.items()},
     before=before.losses.mean,
@@ -1114,17 +1223,17 @@ ladder.note(
     verdict=vars(gain),
     paired={look: vars(change) for look, change in paired.items()},
     best_rate=best_rate,
+    forgotten=forgotten,
     useful=useful,
     moved=changed,
     exact=exact,
     silent=silent,
     merged={name: vars(change) for name, change in merged.items()},
-    trl={"difference": max(abs(a - b) for a, b in zip(theirs, ours))},
+    trl={"difference": apart},
 )
 assert all(abs(row.prediction_error) < 0.005 for row in ladder.rows), "predicted"
 assert abs(together / alone.mean - 1) < 1e-4, "packing is exact"
-for a, b in zip(theirs, ours):
-    assert abs(a - b) < 0.02, "the same training in TRL"
+assert apart < 0.02, "the same training in TRL"
 # A GPU adds in another order from run to run.
 assert exact or here.device == "cuda", "the resumed run is the one that was killed"
 assert {3, 4} <= killed.keys() & resumed.keys(), "steps that both have taken"
