@@ -18,7 +18,7 @@
 # <!-- numbers:headline-05 -->
 # <!-- end -->
 #
-# A pretrained model knows a language, and not your task. This notebook teaches a task to a small model, from sentences that ask for a reminder to reminders that a program can read. It does so with all weights, with LoRA and with QLoRA, in one loop. Each time it asks three things: how much memory, how much time, and how many answers are right on sentences that the model has never seen.
+# A pretrained model knows a language, and not your task. This notebook teaches a small model to turn a sentence that asks for a reminder into one that a program can read. It trains all weights, LoRA and QLoRA in one loop. Each time it asks: how much memory, how much time, and how many answers are right on sentences that the model has never seen?
 #
 # | | |
 # |---|---|
@@ -83,7 +83,7 @@ print(here)
 print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
 
 # %% [markdown]
-# All sizes stand in one cell. A larger card trains on more rows, for more steps. For a model of your own write its hub id or its folder in the place of `smollm2`.
+# All sizes stand in one cell. For a model of your own write its hub id or its folder in the place of `smollm2`.
 
 # %%
 cpu = dict(
@@ -111,9 +111,9 @@ sizes
 # %% [markdown]
 # ## The task, and what is learned of it
 #
-# The task is made by a program, so that an answer is right or wrong. A sentence asks for a reminder, and the answer is the reminder as JSON. The clock has 288 times of five minutes. A fifth of them stands in held-out sentences only, with things to do that no training sentence has. So a right answer cannot be remembered.
+# A program makes the task, so an answer is right or wrong. The clock has 288 times of five minutes. A fifth of them stands in held-out sentences only, with things to do that no training sentence has. So a right answer cannot be remembered.
 #
-# Who chooses on some sentences, judges on others. A first part of the held-out sentences chooses the learning rates. The verdicts come from a second part, on which nothing was chosen.
+# Who chooses on some sentences, judges on others. One part of the held-out sentences chooses the learning rates, and another part gives the verdicts.
 
 # %%
 import gc
@@ -134,12 +134,11 @@ tokenizer = load_tokenizer(sizes.model)
 padding = {"pad_token_id": tokenizer.pad_token_id}
 pairs = reminder_pairs(limit=sizes.rows * sizes.steps)
 drawn = reminder_pairs(split="validation", limit=3 * sizes.held_out)
-different = list(
-    {pair["completion"]: pair for pair in drawn}.values()
-)  # each answer once
+# Each answer once, so that no pair is in both parts.
+different = list({pair["completion"]: pair for pair in drawn}.values())
 to_choose = different[: sizes.held_out // 2]
 questions = different[-sizes.held_out :]
-assert len(to_choose) + len(questions) <= len(different), "no sentence is in both parts"
+assert len(to_choose) + len(questions) <= len(different)
 assert not set(times_of("train")) & set(times_of("validation"))
 
 train_rows = list(load_instructions(tokenizer, dataset=pairs))
@@ -152,7 +151,7 @@ print()
 print(decode_with_mask(train_rows[0], tokenizer))
 
 # %% [markdown]
-# In the last print the part between ⟦ and ⟧ is the question. Its labels are -100, which PyTorch's cross-entropy skips: the model should learn to write the answer, not the question.
+# Between ⟦ and ⟧ is the question. Its labels are -100, which PyTorch's cross-entropy skips: the model should learn to write the answer.
 #
 # ### Labels that are wrong train without an error
 #
@@ -183,11 +182,11 @@ targets = check_labels(train_rows, tokenizer)
 print(f"right: {targets:.0%} of the tokens carry loss")
 
 # %% [markdown]
-# **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`. For these `completion_only_loss=True` is the default. For rows of `messages` it is `assistant_only_loss=True`; Unsloth calls it `train_on_responses_only`. They mask; they do not check labels that you bring. Without this repository, look at three rows: `tokenizer.decode([label for label in labels if label != -100])`. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al., 2024).
+# **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`: `completion_only_loss=True` is then the default. For rows of `messages` it is `assistant_only_loss=True`; in Unsloth, `train_on_responses_only`. They do not check labels that you bring. Without this repository, print `tokenizer.decode([label for label in labels if label != -100])` of three rows. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al.).
 #
 # ## Baseline: the loop
 #
-# This is all of the training. Every row below goes through it, and a recipe is a change to what goes in: another model, other batches, another rate, another loss. In 16 bits PyTorch's `autocast` rounds the inputs of the matrix products. The scaler is for fp16 alone, where small gradients would become zero; it does nothing elsewhere.
+# This is all of the training, for every row below. A recipe changes what goes in: the model, the batches, the rate or the loss. `autocast` rounds the inputs of the matrix products to 16 bits. The scaler is for fp16 alone, where small gradients would become zero.
 
 # %%
 from transformers import get_cosine_schedule_with_warmup
@@ -211,9 +210,7 @@ def take_step(model, batch, optimizer, loss_of=own_loss):
         loss = loss_of(model, batch)  # forward
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(
-        model.parameters(), 1.0
-    )  # no gradient is longer than 1
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the longest allowed
     scaler.step(optimizer)  # the weights change
     scaler.update()
     optimizer.zero_grad()
@@ -237,7 +234,7 @@ def train(model, batches, rate, loss_of=own_loss):
 
 
 # %% [markdown]
-# The batches are made once, so that every way of training sees the same rows in the same order. Each row is met once. More *epochs*, which are turns through the same rows, are for small data: stop where the held-out loss rises, for from there the model only remembers.
+# Every way of training sees the same rows in the same order, and each row once. More turns through the rows, *epochs*, are for small data: stop where the held-out loss rises, for from there the model only remembers.
 
 # %%
 gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
@@ -253,9 +250,7 @@ batches = [
 ]
 compared = batch_of(train_rows[: sizes.compared])
 tokens = compared["input_ids"].numel()
-print(
-    f"{len(batches)} batches to train on; {tokens} tokens in the step that is compared"
-)
+print(f"{len(batches)} batches to train on; the compared step has {tokens} tokens")
 
 
 def base(dtype=torch.float32):
@@ -271,13 +266,13 @@ def base(dtype=torch.float32):
 #
 # $$\text{bytes} = b \cdot \text{frozen} + (4 + 8) \cdot \text{trained} + \max(\text{activations} + \text{logits},\ 4 \cdot \text{trained})$$
 #
-# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are one number per token and word of the vocabulary, and the loss needs that table about three times. Both go in backward, while the gradients come, 4 bytes per trained weight: so the peak has one or the other. A model that uses its embedding at both ends gets that gradient twice for a moment: the cell below prints how much this adds.
+# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are one number per token and word of the vocabulary; the loss needs that table about three times. Both go in backward, while the gradients come: the peak has one or the other. A model that uses its embedding at both ends holds the gradient of each end for a moment, beside their sum: the cell below prints both.
 #
-# Each trained weight costs about six operations per token: two in forward, two for the gradient of its input, two for its own. A frozen one needs no gradient of its own, so it costs four. Padding costs as much as text.
+# A trained weight costs six operations per token: two in forward, two for the gradient of its input, two for its own. A frozen one costs four. Padding costs as much as text.
 #
 # $$\text{operations} = (4 \cdot \text{frozen} + 6 \cdot \text{trained}) \cdot \text{tokens, with padding}$$
 #
-# So a step of LoRA should take a little more than 4/6 of the time of full fine-tuning. The cell lists the bytes that stay between two steps, without gradients:
+# So a step of LoRA should take a little more than 4/6 of the time of full fine-tuning. These bytes stay between two steps:
 
 # %%
 from recipes_lib.core.model.causal_lm import decoder_blocks
@@ -295,22 +290,23 @@ kept = {
 print(f"{weights:,} weights, {in_blocks:,} of them in blocks; adapters {adapters:,}")
 for name, size in kept.items():
     print(f"{name:<17}{size / 2**20:7,.0f} MiB")
-twice = 4 * shapes.get_input_embeddings().weight.numel()
-peak = (kept["full fine-tuning"] + 4 * weights + twice) / 2**20
-print(
-    f"peak of full fine-tuning: all that, {4 * weights / 2**20:,.0f} MiB of gradients and"
-)
-print(
-    f"{twice / 2**20:,.0f} MiB for the embedding's second one, together {peak:,.0f} MiB"
-)
+gradients = 4 * weights
+both_ends = 2 * 4 * shapes.get_input_embeddings().weight.numel()
+peak = kept["full fine-tuning"] + gradients + both_ends
+for name, size in {
+    "gradients": gradients,
+    "both ends": both_ends,
+    "peak": peak,
+}.items():
+    print(f"full fine-tuning, {name:<10}{size / 2**20:7,.0f} MiB")
 del shapes
 
 # %% [markdown]
 # ## 1. Is it better, or is it luck?
 #
-# **What happens.** Two numbers judge a model: the *held-out loss*, in nats per token of the answers, and the share of answers that are right to the letter. Both come from some sentences, and others would give other numbers. So each has an interval. For the loss we draw as many sentences as we have out of ours, with replacement. We do so 2,000 times, and keep the middle 95 % of the means. For a share of right answers Wilson's formula gives the interval; it holds for 0 and for 100 %, too.
+# **What happens.** Two numbers judge a model: the *held-out loss*, in nats per token of the answers, and the share of answers that are right to the letter. Other sentences would give other numbers, so each has an interval. For the loss we draw as many sentences as we have out of ours, with replacement, 2,000 times. The middle 95 % of the means are the interval. For a share of right answers Wilson's formula gives the interval; it holds for 0 and for 100 %, too.
 #
-# To compare two models, take the *same* sentences and draw the differences: what makes a sentence hard for both is then gone.
+# To compare two models, draw the differences on the *same* sentences: what makes a sentence hard for both is then gone.
 #
 # **Guess first.** How many answers are right before training, if the question stands alone, and if three examples stand before it?
 
@@ -347,9 +343,7 @@ def wilson(right, count, z=1.96):
 
 def write(model, prompts):
     with in_half():
-        return generate_answers(
-            model, tokenizer, prompts, max_new_tokens=32, batch_size=64
-        )
+        return generate_answers(model, tokenizer, prompts, batch_size=64)
 
 
 def are_right(answers):
@@ -360,31 +354,25 @@ def are_right(answers):
 def examine(model):
     """Losses and answers on the sentences that judge."""
     answers = write(model, held_out)
-    return SimpleNamespace(
-        losses=losses_of(model, held_out), answers=answers, right=are_right(answers)
-    )
+    losses = losses_of(model, held_out)
+    return SimpleNamespace(losses=losses, answers=answers, right=are_right(answers))
 
 
-def in_words(found):
-    right = int(found.right.sum())
-    low, high = wilson(right, len(found.right))
-    return f"{right} of {len(found.right)} right ({low:.0%} to {high:.0%}), loss {found.losses}"
+def share_in_words(right):
+    low, high = wilson(right.sum().item(), len(right))
+    return f"{right.sum():.0f} of {len(right)} right ({low:.0%} to {high:.0%})"
 
 
 model = base()
 before = examine(model)
-print("alone:               ", in_words(before))
+print(f"alone:                {share_in_words(before.right)}, loss {before.losses}")
 
 # The form in words, then three examples as earlier turns. `train` False: nothing to learn.
-form = (
-    "Answer with JSON: day in three letters, time as HH:MM of 24 hours, and what to do."
-)
+form = "Answer with JSON: the day, the time as HH:MM of 24 hours, and what to do."
 examples = [{"role": "system", "content": form}]
 for pair in pairs[:3]:
-    examples.append({"role": "user", "content": pair["prompt"]})
-    examples.append(
-        {"role": "assistant", "content": pair["completion"], "train": False}
-    )
+    shown = {"role": "assistant", "content": pair["completion"], "train": False}
+    examples += [{"role": "user", "content": pair["prompt"]}, shown]
 conversations = []
 for pair in questions:
     asked = {"role": "user", "content": pair["prompt"]}
@@ -392,17 +380,14 @@ for pair in questions:
     conversations += tokenize_chat(tokenizer, [*examples, asked, answer])
 answers = write(model, conversations)
 prompted = are_right(answers)
-low, high = wilson(prompted.sum().item(), len(wanted))
-print(
-    f"after three examples: {prompted.sum():.0f} of {len(wanted)} right ({low:.0%} to {high:.0%})"
-)
+print("after three examples:", share_in_words(prompted))
 print(f"one of them: {answers[0]}, wanted: {wanted[0]}")
 other_text = load_text(split="validation")  # Python's own modules
 forgotten = {"before": perplexity(model, tokenizer, text=other_text)}
 del model
 
 # %% [markdown]
-# The two lines answer the guess. A prompt with examples costs no training, and is what fine-tuning has to beat. For a model this small it is a weak opponent: ask a large one before you train it. **Price:** a forward pass and the answers. **When not:** with fewer than about thirty sentences the interval of the loss is too narrow. No interval here covers another seed of the training, nor sentences that this program would not make: your users write other forms. Hold out a form, too. The Trainer's `eval_loss` has no interval.
+# The two lines answer the guess. A prompt with examples costs no training, and is what fine-tuning has to beat. For a model this small it is a weak opponent: ask a large one before you train it. **When not:** with fewer than about thirty sentences the interval of the loss is too narrow. No interval covers another seed of the training, nor sentences that this program would not make. Your users write other forms: hold out a form, too.
 #
 # ## 2. LoRA: train a small correction
 #
@@ -421,13 +406,15 @@ from peft import LoraConfig, get_peft_model
 from recipes_lib.fine_tuning.lora import plain_lora
 
 show(plain_lora)
-every_linear = LoraConfig(
-    r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
-)
+on_all = dict(target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def with_adapters(model):
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, **on_all))
 
 
 def with_lora():
-    return get_peft_model(base(half), every_linear)
+    return with_adapters(base(half))
 
 
 # A layer of peft beside ours, with a B that is not zero.
@@ -442,18 +429,17 @@ print("a layer of peft and the plain lines: equal")
 del adapted, layer
 
 # %% [markdown]
-# `LoraConfig` and `get_peft_model` are the lines that you will write tomorrow, and the rows below are made by them. `apply_lora` of this repository calls both; it also refuses layers that an adapter would not reach (recipe 7 shows why).
+# `LoraConfig` and `get_peft_model` are the lines that you will write tomorrow. `apply_lora` of this repository calls both, and refuses layers that an adapter would not reach (recipe 7).
 #
-# The results go into a table, the *ladder*. `climb` first predicts the bytes of a step: it takes one in which each tensor has a shape and no numbers. Then it measures a real one. Each step is described at its own peak. The learning rate of these steps is zero, so the column *loss* is that of the model before training.
+# The results go into a table, the *ladder*. `climb` predicts the bytes of a step from tensors that have a shape and no numbers, and then measures a real one. Each step is described at its own peak. The learning rate of these steps is zero, so *loss* is that of the model before training.
 
 # %%
 from functools import partial
 
 from recipes_lib.report.ladders.memory import MemoryLadder
 
-ladder = MemoryLadder(
-    "05_fine_tuning_pretrained_models", rows=1, length=tokens
-)  # rows of unequal length, counted as one
+# The rows have unequal lengths: to count operations they are one long row.
+ladder = MemoryLadder("05_fine_tuning_pretrained_models", rows=1, length=tokens)
 
 
 def climb(name, make, loss_of=own_loss):
@@ -513,9 +499,9 @@ def with_qlora():
 climb("QLoRA", with_qlora)
 
 # %% [markdown]
-# `apply_qlora` does one thing more than these lines. On CPUs with AVX512-BF16, bitsandbytes repacks the weights at the first forward in eval mode, for a kernel that has no gradient. Whoever examines the model before training, as we do, then trains adapters of which most get a gradient of zero, without an error. `apply_qlora` keeps the weights as they are.
+# `apply_qlora` does one thing more than these lines. On CPUs with AVX512-BF16, bitsandbytes repacks the weights at the first forward in eval mode, for a kernel that has no gradient. Who examines the model before training then trains adapters of which most get a gradient of zero, without an error. `apply_qlora` prevents that.
 #
-# **When not:** where the 16-bit weights fit. LoRA then begins with the exact model. Recipe 6 prints what is left of the difference after training.
+# **When not:** where the 16-bit weights fit. Recipe 6 prints what is left of the difference after training.
 #
 # ## 4. Logits of the answers only, and everything combined
 #
@@ -523,7 +509,7 @@ climb("QLoRA", with_qlora)
 #
 # **Guess first.** About a third of the tokens carry loss. How much of the peak goes?
 #
-# **The idea.** Ask the model for logits at the places where some row of the batch has a label. This is the one change to the loop: another `loss_of`.
+# **The idea.** Ask for logits at the places where some row of the batch has a label. The change to the loop is another `loss_of`.
 
 # %%
 from recipes_lib.fine_tuning.completion_only_loss import (
@@ -550,7 +536,7 @@ del model
 climb("everything combined", with_qlora, loss_of=answer_loss)
 
 # %% [markdown]
-# **The line you will write tomorrow:** `SFTConfig(loss_type="nll")` of TRL 1.16, its default, which was called `chunked_nll` before. On a GPU it drops the tokens without a label, and goes through the rest in tiles. On a CPU it takes all of them. Without TRL: `model(…, logits_to_keep=places)`.
+# **The line you will write tomorrow:** `SFTConfig(loss_type="nll")` of TRL 1.16, its default, which was called `chunked_nll` before. On a GPU it drops the tokens without a label, and takes the rest in tiles. Without TRL: `model(…, logits_to_keep=places)`.
 #
 # *Everything combined* is QLoRA with this loss, and a step is timed beside the others, in turns:
 
@@ -573,10 +559,8 @@ timeline_chart(
 
 # %%
 for name, size in kept.items():
-    found = ladder.predictions[name].kept
-    print(
-        f"{name}: {size / 2**20:,.0f} MiB stay between steps, found {found / 2**20:,.0f}"
-    )
+    found = ladder.predictions[name].kept / 2**20
+    print(f"{name}: {size / 2**20:,.0f} MiB stay between steps, found {found:,.0f}")
 counted = ladder["LoRA"].operations / ladder["full fine-tuning"].operations
 print(f"LoRA's operations: {counted:.2f} of full fine-tuning's")
 for name in ("LoRA", "QLoRA", "everything combined"):
@@ -588,11 +572,11 @@ to_lora = ladder["QLoRA"].seconds / ladder["LoRA"].seconds
 print(f"QLoRA takes {to_lora:.2f}× the time of LoRA, both in the same precision")
 
 # %% [markdown]
-# These lines answer the guesses. In the pictures *other* is the loss at work: two more tables of logits. For full fine-tuning it is the second gradient of the embedding. Where a time is above the share of operations, the adapters and the unpacking cost it. A small matrix leaves most of a processor idle, and the weights are unpacked once per step, however few its rows are. On a large model, and with more rows, both weigh less.
+# These lines answer the guesses. In the pictures *other* is the loss at work: two more tables of logits. For full fine-tuning it is the gradients of both ends. Where a time is above the share of operations, the adapters and the unpacking cost it. A small matrix leaves most of a processor idle, and each step unpacks the weights, however few its rows are. With more rows and on a large model both weigh less.
 #
 # ## 5. Which learning rate?
 #
-# **What happens.** *LoRA Without Regret* (Thinking Machines, 2025) found in many runs: adapters want about ten times the learning rate of full fine-tuning, they belong on all linear layers, and the rank matters little as long as it can hold the data. We try the first here, with rates a decade apart. QLoRA gets rates of its own: what suits exact weights may not suit rounded ones. The other two are the article's advice, from far longer runs than ours.
+# **What happens.** *LoRA Without Regret* (Thinking Machines, 2025) found in many long runs: adapters want about ten times the learning rate of full fine-tuning, belong on all linear layers, and need no large rank for little data. We try the first, with rates a decade apart. QLoRA gets rates of its own.
 #
 # **Guess first.** At which rate does each of them learn most in a short run?
 
@@ -625,12 +609,10 @@ print(f"the guess: LoRA's best rate is {times:.0f} times that of full fine-tunin
 # %%
 from recipes_lib.report.lines import lines
 
+of_all, of_lora = best_rate["full fine-tuning"], best_rate["LoRA"]
 lines(
     sweep,
-    title=(
-        f"Best after {sizes.short} steps: {best_rate['full fine-tuning']:.0e} for all weights, "
-        f"{best_rate['LoRA']:.0e} for LoRA"
-    ),
+    title=f"Best after {sizes.short} steps: {of_all:.0e} for all, {of_lora:.0e} for LoRA",
     xlabel="learning rate",
     ylabel="held-out loss, nats per token",
     xscale="log",
@@ -639,11 +621,11 @@ lines(
 )
 
 # %% [markdown]
-# **The line you will write tomorrow:** `LoraConfig(target_modules="all-linear")` and a rate that you have looked for in short runs. Our grid has decades, so it can only find factors of about 1, 10 or 100. **When not:** a rate is best for a length and a batch. The best one of a short run is a good guess for a long run, and no more: with time to spare, look again at a third of the length.
+# **The line you will write tomorrow:** `LoraConfig(target_modules="all-linear")` and a rate that you have looked for. Our grid has decades, so it can only find factors of 1, 10 or 100. **When not:** a rate is best for a length and a batch. That of a short run is a guess for a long one: with time to spare, look again at a third of the length.
 #
 # ## 6. The run: does the model learn the task?
 #
-# **What happens.** All three ways take the same rows in the same order, each at its own best rate of the short runs. Then each is examined, on the sentences that judge. One thing more is asked: how well does it still predict other text, the source code of Python? A model that learns a task forgets some of what it knew.
+# **What happens.** All three ways take the same rows in the same order, each at its own best rate of the short runs. Then each is examined. A model that learns a task can forget what it knew, so one thing more is asked: how well does it still predict other text, the source code of Python?
 #
 # **Guess first.** Which of the three ends best, and by more than chance?
 
@@ -658,14 +640,15 @@ for name, (make, _) in trials.items():
     curves[name] = list(train(model, batches, best_rate[name], answer_loss))
     after[name] = examine(model)
     forgotten[name] = perplexity(model, tokenizer, text=other_text)
-    print(f"{name}, rate {best_rate[name]:.0e}: {in_words(after[name])}")
+    print(f"{name}, rate {best_rate[name]:.0e}: {share_in_words(after[name].right)}")
+    print(f"    loss {after[name].losses}")
     if name != "full fine-tuning":
         adapted[name] = model
 del model
 check_gradient_flow(adapted["QLoRA"], batches[0])
-print("QLoRA: a gradient reaches each adapter, after the examination, too")
+print("QLoRA: after the examination, too, the first block gets its gradients")
 words = ", ".join(f"{name} {found:.2f}" for name, found in forgotten.items())
-print(f"perplexity of other text, which is better lower: {words}")
+print(f"perplexity of other text, lower is better: {words}")
 
 # %%
 part = max(1, sizes.steps // 12)  # a point is the mean of so many steps
@@ -678,7 +661,7 @@ def in_parts(losses):
 
 lines(
     {name: in_parts(losses) for name, losses in curves.items()},
-    title="The loss of sentences before they are trained on, each way at its own rate",
+    title="The loss of each sentence, just before it is trained on",
     xlabel="optimizer step",
     ylabel="loss, nats per token",
     yscale="log",
@@ -722,14 +705,10 @@ for number in wrong[:3]:
     print(f"  {questions[number]['prompt']}\n    {after['QLoRA'].answers[number]}")
 
 # %% [markdown]
-# The guess, sentence by sentence. Below zero means that the second of the two has the lower loss.
+# The guess, sentence by sentence. Below zero, the second of the two has the lower loss.
 
 # %%
-looks = {
-    "full → LoRA": ("full fine-tuning", "LoRA"),
-    "LoRA → QLoRA": ("LoRA", "QLoRA"),
-    "full → QLoRA": ("full fine-tuning", "QLoRA"),
-}
+looks = {"full → LoRA": ("full fine-tuning", "LoRA"), "LoRA → QLoRA": ("LoRA", "QLoRA")}
 paired = {}
 ones = torch.ones(count)
 for look, (first, second) in looks.items():
@@ -739,29 +718,27 @@ for look, (first, second) in looks.items():
     print(f"{look}: {paired[look]}")
     print(f"    right answers {points:+.0%} (95 % interval {low:+.0%} to {high:+.0%})")
 most = max(after, key=lambda name: after[name].right.sum())
-left = paired["LoRA → QLoRA"]
 print(f"\nmost right answers: {most}")
+price = paired["LoRA → QLoRA"].difference
 print(
-    f"QLoRA behind LoRA: {rounded.difference:+.3f} nats per token before, {left.difference:+.3f} after"
+    f"four bits cost {rounded.difference:+.3f} nats per token before, {price:+.3f} after"
 )
 
 # %% [markdown]
-# Where an interval holds zero, this run does not rank the two. An interval says what other sentences *of this program* would show. It does not say what another seed would, and this is one seed.
+# An interval says what other sentences *of this program* would show. It does not say what another seed would, and this is one seed.
 #
-# What if QLoRA is *worse*? A rate that was not its own, or a gradient that is cut, would be the first suspects. QLoRA had two rates to choose from, and the check above saw its gradients. What is left is the rounding, or chance. These weights were rounded to four bits once before, as the setup cell says, and here they are rounded in other groups once more. So do not read its price as "four bits cost so much": weights that come in 16 bits are rounded once. Recipe 9 puts the same adapter on exact weights, and so parts the rounding in use from that in training.
+# What if QLoRA is *worse*? Its rate is its own, and its gradients were seen above. What is left is the rounding, or chance. These weights had been rounded to four bits before, as the setup cell says, and are rounded in other groups once more. So do not read this as the price of four bits: weights that come in 16 bits are rounded once. Recipe 9 puts the same adapter on exact weights.
 #
-# How many pairs does a task need? Nobody can say before. Train on a half and on all: where the held-out loss still falls from one to the other, more pairs help.
-#
+# How many pairs does a task need? Train on a half and on all: where the held-out loss still falls, more pairs help.
+
 # %% [markdown]
 # ## 7. What LoRA leaves untrained, in silence
 #
-# **What happens.** Qwen3-VL-MoE reads images with a *vision tower*, and each block of its language model has many MLPs, the *experts*. transformers 5 stores the experts of a block in two large tensors, which are no linear layers. Here is a tiny one with random weights; the sizes in the cell are of no interest.
+# **What happens.** Qwen3-VL-MoE reads images with a *vision tower*, and each block of its language model has many MLPs, the *experts*. transformers 5 stores the experts of a block in two large tensors, which are no linear layers. Here is a tiny one with random weights.
 #
 # **Guess first.** `target_modules="all-linear"`, the advice of recipe 5: what does it train here?
 
 # %%
-from collections import Counter
-
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from recipes_lib.fine_tuning.lora import apply_lora
@@ -771,9 +748,8 @@ text = dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_la
 text |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 tower = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=4)
-tower |= dict(
-    out_hidden_size=64, num_position_embeddings=64, deepstack_visual_indexes=[0]
-)
+tower |= dict(out_hidden_size=64, num_position_embeddings=64)
+tower |= dict(deepstack_visual_indexes=[0])
 special = dict(image_token_id=120, video_token_id=121)
 special |= dict(vision_start_token_id=122, vision_end_token_id=123)
 # Of each part, what the names of its parameters have in common.
@@ -788,34 +764,22 @@ def with_images():
     return Qwen3VLMoeForConditionalGeneration(tiny_vision).to(here.device)
 
 
-def part_of(name):
-    """The part of the model that a parameter of this name belongs to."""
-    for part, mark in PARTS.items():
-        if mark in name:
-            return part
-    return "others"
-
-
 def count_trained(model):
     """The numbers that train in each part, printed beside those that are frozen."""
-    trained = Counter()
-    frozen = Counter()
-    for name, weight in model.named_parameters():
-        counts = trained if weight.requires_grad else frozen
-        counts[part_of(name)] += weight.numel()
-    for part in PARTS:
-        print(f"  {part:<13}{trained[part]:>7,} train, {frozen[part]:>7,} are frozen")
-    return {part: trained[part] for part in PARTS}
+    trained = {}
+    for part, mark in PARTS.items():
+        weights = [weight for name, weight in model.named_parameters() if mark in name]
+        trained[part] = sum(each.numel() for each in weights if each.requires_grad)
+        frozen = sum(each.numel() for each in weights) - trained[part]
+        print(f"  {part:<13}{trained[part]:>7,} train, {frozen:>7,} are frozen")
+    return trained
 
 
 print("peft, all-linear:")
-silent = count_trained(
-    get_peft_model(with_images(), LoraConfig(r=4, target_modules="all-linear"))
-)
+careless = LoraConfig(r=4, target_modules="all-linear")
+silent = count_trained(get_peft_model(with_images(), careless))
 real = 48 * 128 * 3 * 2048 * 768  # blocks, experts, matrices of each, their two sides
-print(
-    f"the experts of Qwen3-VL-30B-A3B, from its config: {real / 1e9:.0f} billion weights"
-)
+print(f"experts of Qwen3-VL-30B-A3B, by its config: {real / 1e9:.0f} billion weights")
 try:
     apply_lora(with_images(), rank=4)
 except ValueError as reason:
@@ -849,7 +813,7 @@ print(f"three steps on an image and text: loss {losses[0]:.2f} → {losses[-1]:.
 del vision
 
 # %% [markdown]
-# The loop is the same; an image is four tokens more and three more tensors, which the processor of a real model makes. bitsandbytes does not round experts of this form to four bits either. **When not:** adapt the vision tower only if your images look unlike those of the pretraining.
+# The loop is the same; an image is four tokens and three tensors more, which the processor of a real model makes. bitsandbytes does not round experts of this form to four bits either. **When not:** adapt the vision tower only if your images look unlike those of the pretraining.
 #
 # ## 8. Packing: no padding
 #
@@ -861,12 +825,11 @@ del vision
 #          c . . .
 # ```
 #
-# Reminders have nearly one length. So this recipe takes pairs of unequal length: functions of the standard library, and their docstrings.
+# Reminders have nearly one length. So this recipe takes functions of the standard library, and their docstrings.
 #
 # **Guess first.** What happens to the loss if the positions are forgotten?
 
 # %%
-from recipes_lib.report.pattern import pattern_chart
 from recipes_lib.training.sequence_packing import (
     check_document_mask,
     collate_packed,
@@ -880,13 +843,7 @@ documents = list(load_instructions(tokenizer, max_tokens=192, limit=16))
 lengths = [len(row["labels"]) for row in documents]
 first = pack_sequences(documents[:3], length=3 * 192)
 packed = collate_packed(first, device=here.device, **padding)
-mask = document_mask(packed["position_ids"])[0].cpu()
-pattern_chart(
-    {"one long text": torch.ones_like(mask).tril(), "three documents": mask},
-    title="In a packed row a token reads its own document only",
-)
 
-# %%
 model = base().eval()
 check_document_mask(model, packed)  # refuses a model that ignores the positions
 alone = held_out_losses(model, documents[:3], **padding)
@@ -899,7 +856,7 @@ print(f"packed                    {together:.4f}")
 print(f"packed without positions  {leaking:.4f}")
 
 # %% [markdown]
-# Without positions the loss looks *better*: a later document reads the earlier ones. That gain is false, for in use no other document stands before the question. With positions, the loss is that of each document alone. So packing adds no quality. What it saves is time. How much? Sixteen documents, four rows at a time: as they come, sorted by length, and packed:
+# Without positions the loss looks *better*: a later document reads the earlier ones, as none does in use. With positions, the loss is that of each document alone. So packing adds no quality; it saves time. How much? Sixteen documents, four rows at a time:
 
 # %%
 from recipes_lib.core.measure import in_turns
@@ -910,7 +867,7 @@ in_fours = {
     "packed": pack_sequences(documents, length=256),
 }
 del decoder_blocks(model)[10:]  # to be quick: what counts is the ratio
-model = get_peft_model(model, every_linear).train()
+model = with_adapters(model).train()
 work = {}
 for name, rows in in_fours.items():
     make_batch = collate_packed if name == "packed" else collate
@@ -942,13 +899,13 @@ for name, times in seconds.items():
 del model, turns
 
 # %% [markdown]
-# **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Other attention computes the masked part and throws it away. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). Sorting gains a part of it, and its steps are no longer random samples. Packed rows have hardly less padding than sorted ones; they are also fewer batches, each with a fixed cost. And a packed batch holds more pairs: an epoch has fewer steps, so look for the learning rate again.
+# **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Other attention computes the masked part and throws it away. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). Sorting gains a part of it, and its steps are no longer random samples. Packed rows are also fewer batches, each with a fixed cost. A packed batch holds more pairs, so an epoch has fewer steps: look for the learning rate again.
 #
 # ## 9. Save, merge, deploy
 #
-# **What happens.** An adapter belongs to one base. `PeftModel.from_pretrained` only compares shapes, so it takes any base of the same shape, also one that was trained further since. `save_adapter` keeps a fingerprint of the base beside peft's files, and `load_adapter` refuses any other model. A merge adds B A to W, and then nothing of LoRA is left to slow an answer.
+# **What happens.** An adapter belongs to one base. `PeftModel.from_pretrained` only compares shapes, so it takes any base of the same shape. `save_adapter` keeps a fingerprint of the base beside peft's files, and `load_adapter` refuses any other model. A merge adds B A to W, so that nothing of LoRA is left to slow an answer.
 #
-# First the adapter as its user meets it: a new process, peft alone, two new sentences. No training sentence has the form of the second one.
+# First the adapter as its user meets it: from its folder, by peft alone, with two new sentences. No training sentence has the form of the second one.
 
 # %%
 from peft import PeftModel
@@ -964,10 +921,8 @@ for name, model in adapted.items():
     size = save_adapter(model, folder / name, base=fingerprint)
 print(f"an adapter file has {size / 2**20:.0f} MiB\n")
 
-served = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=half).to(
-    here.device
-)
-served = PeftModel.from_pretrained(served, folder / "LoRA")
+served = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=half)
+served = PeftModel.from_pretrained(served, folder / "LoRA").to(here.device)
 new = [
     "Remind me to call the dentist on Friday at 6:40 pm.",
     "Could you wake me on Sunday at 7:05 am?",
@@ -977,17 +932,15 @@ for question, answer in zip(new, write(served, new)):
 del model, served
 
 # %% [markdown]
-# **Guess first.** QLoRA learned beside weights in four bits. Is its adapter better on those, or on the base as it was before? `load_adapter` takes that base, for the four bits were made from it.
+# **Guess first.** QLoRA learned beside weights in four bits. Is its adapter better on those, or on the base that they were made from?
 
 # %%
 from recipes_lib.fine_tuning.lora import merge_lora
 from recipes_lib.fine_tuning.qlora import merge_qlora
 
+on_16_bits = load_adapter(base(half), folder / "QLoRA")
 deployed = {
-    "QLoRA's adapter on the 16-bit base": (
-        load_adapter(base(half), folder / "QLoRA"),
-        "QLoRA",
-    ),
+    "QLoRA's adapter on the 16-bit base": (on_16_bits, "QLoRA"),
     "LoRA, merged": (merge_lora(adapted["LoRA"]), "LoRA"),
     "QLoRA, merged": (merge_qlora(adapted["QLoRA"]), "QLoRA"),
 }
@@ -995,14 +948,14 @@ merged = {}
 for name, (model, judged) in deployed.items():
     merged[name] = compare(after[judged].losses, losses_of(model, held_out))
     print(f"{name}, against {judged}:\n    {merged[name]}")
-del model, deployed, adapted
+del model, deployed, on_16_bits, adapted
 
 # %% [markdown]
 # | your case | deploy |
 # |---|---|
 # | LoRA, one task | the merged model: `model.merge_and_unload()`, which `merge_lora` calls |
 # | LoRA, many tasks on one base | `vllm serve BASE --enable-lora --lora-modules mine=FOLDER` |
-# | QLoRA, 16-bit weights fit when serving | the merged model; the 16-bit base, if it is *better* on sentences of yours that chose nothing |
+# | QLoRA, 16-bit weights fit when serving | the merged model, or the 16-bit base where it is *better* |
 # | QLoRA, only four bits fit | the four-bit base with the adapter beside it |
 # | llama.cpp, Ollama | the merged model, saved, then `python convert_hf_to_gguf.py FOLDER` of llama.cpp |
 #
@@ -1037,7 +990,7 @@ settings = SFTConfig(
     use_cpu=here.device == "cpu",
 )
 trainer = SFTTrainer(
-    model=with_lora(),  # or a base, and peft_config=every_linear
+    model=with_lora(),  # or a base, and peft_config=LoraConfig(…)
     args=settings,
     train_dataset=Dataset.from_list(few),
     processing_class=tokenizer,
@@ -1054,9 +1007,9 @@ apart = max(abs(a - b) for a, b in zip(theirs, ours))
 print(f"they are {apart:.3f} apart at most")
 
 # %% [markdown]
-# It is the same training, rounded in another order. The Trainer has what our loop has not: evaluation while training, callbacks, several GPUs. For a run of yours change five lines: `train_dataset` with `prompt` and `completion` as lists of messages (plain strings get no chat template), `peft_config=every_linear` with a base in the place of the model, `eval_dataset` with `eval_strategy="steps"`, `max_length`, and `num_train_epochs` for `max_steps`.
+# The Trainer has what our loop has not: evaluation while training, callbacks, several GPUs. For a run of yours give it `prompt` and `completion` as lists of messages (plain strings get no chat template), a base and `peft_config`, `eval_dataset` with `eval_strategy="steps"`, `max_length`, and `num_train_epochs` for `max_steps`.
 #
-# Without code there is a command. It reads a file of pairs, checks each, keeps every tenth out of the training, and says at its end whether the loss of those has fallen. Here the process is killed two steps after a checkpoint, as by the out-of-memory killer, and a second one goes on.
+# Without code there is a command. It checks a file of pairs, holds out every tenth, and says at its end whether their loss has fallen. Here the process is killed two steps after a checkpoint, as by the out-of-memory killer, and a second one goes on.
 
 # %%
 import json
@@ -1087,7 +1040,7 @@ print(*[line for line in verdict.splitlines() if "difference" in line], sep="\n"
 #
 # ## A trap: all weights in bf16
 #
-# `from_pretrained` of transformers 5 loads a model as its file is, most often in bf16. Whoever then trains all of its weights has no fp32 numbers anywhere. The next bf16 number after 1 is 0.8 % away, and an update of less than half of that is lost when it is rounded to the nearest.
+# `from_pretrained` of transformers 5 loads a model as its file is, most often in bf16. Who then trains all of its weights has no fp32 numbers anywhere. The next bf16 number after 1 is 0.8 % away; rounding to the nearest loses an update of less than half of that.
 #
 # **Guess first.** At 2e-5, the default of TRL: which share of the weights of two blocks has changed after three steps?
 
@@ -1118,7 +1071,7 @@ for name, share in changed.items():
     print(f"{name:<24}{share:.0%} of the weights changed")
 
 # %% [markdown]
-# These lines count moved weights, not quality. A share below 100 % is right where the rounding is random: a small update then moves few weights, each by more, and the mean is right. Rounding to the nearest loses the update. So load in fp32 and use autocast, as the first row of the ladder does, or round at random: torchao's `AdamW8bit(bf16_stochastic_round=True)`. Adapters are not concerned: peft keeps them in fp32.
+# These lines count moved weights, not quality. Rounding at random moves few weights, each by more, and is right on average. So load in fp32 and use autocast, as the first row of the ladder does, or round at random: torchao's `AdamW8bit(bf16_stochastic_round=True)`. Adapters are not concerned: peft keeps them in fp32.
 #
 # ## When to use what, and what is not here
 #
@@ -1126,15 +1079,13 @@ for name, share in changed.items():
 #
 # | recipe | why it has no section | where it helps |
 # |---|---|---|
-# | 8-bit states, paged AdamW | adapters have hardly any states | all weights: −24 % for 7B in torchao's figures, [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) |
-# | activation checkpointing, accumulation | the rows are short | long rows, large batches: notebooks 01 and [04](../notebooks/04_training_long_sequences.ipynb) |
-# | DoRA, rsLoRA | other forms of the same correction | PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison) has scores, seconds and bytes of each |
+# | 8-bit states, checkpointing, accumulation | few states, short rows | all weights, long rows: notebooks [01](../notebooks/01_large_models_limited_hardware.ipynb) and [04](../notebooks/04_training_long_sequences.ipynb) |
+# | DoRA, rsLoRA | other forms of the same correction | compared in PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison) |
 # | Muon | as a fine-tuning optimizer its seeds do not agree here (`python -m benchmarks.muon`) | pretraining |
-# | a template that drops thinking | Qwen3 keeps that of the last answer only | `load_instructions` makes one row per answer |
 #
 # ## Your own data
 #
-# A file with one pair in each line. What is too long is left out and never cut, for a cut answer teaches to stop anywhere. Look at what is learned before you train. Hold out by *source*, such as a customer or a document: rows of one source are alike.
+# A file has one pair in each line. What is too long is left out and never cut, for a cut answer teaches to stop anywhere. Hold out by *source*, such as a customer or a document: rows of one source are alike. Look at what is learned before you train:
 
 # %%
 lines_of_mine = [
@@ -1148,10 +1099,8 @@ mine_rows = list(load_instructions(tokenizer, dataset=mine_pairs, max_tokens=512
 check_labels(mine_rows, tokenizer)
 print(f"{len(mine_pairs)} pairs, {len(mine_pairs) - len(mine_rows)} are too long")
 for row in mine_rows:
-    print(
-        "learned:",
-        repr(tokenizer.decode([label for label in row["labels"] if label != IGNORED])),
-    )
+    learned_ids = [label for label in row["labels"] if label != IGNORED]
+    print("learned:", repr(tokenizer.decode(learned_ids)))
 
 # %% [markdown]
 # ## Take this home
@@ -1159,9 +1108,7 @@ for row in mine_rows:
 # %%
 name = folder / "base"  # or a hub id: "HuggingFaceTB/SmolLM2-135M-Instruct"
 mine = AutoModelForCausalLM.from_pretrained(name, dtype=half).to(here.device)
-config = LoraConfig(
-    r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
-)
+config = LoraConfig(r=16, lora_alpha=32, **on_all)
 mine = get_peft_model(mine, config)
 rows = train_rows[:16]  # or mine_rows, some hundreds of them
 parts = [batch_of(rows[start : start + 4]) for start in range(0, len(rows), 4)]
@@ -1179,13 +1126,13 @@ del mine
 #
 # 1. How many held-out sentences would show a difference of 0.01 nats between full fine-tuning and LoRA?
 # 2. How many bytes stay between two steps for a model of 7 billion weights: with all weights, with LoRA of 40 million numbers, with QLoRA?
-# 3. Let the model learn the questions, too. What does `check_labels` say?
+# 3. Let the model learn the questions, too (`labels` = `input_ids`). Are fewer answers right?
 #
 # <details><summary>Solutions</summary>
 #
 # 1. `rows_needed(after["LoRA"].losses - after["full fine-tuning"].losses, difference=0.01)` of honest_evaluation.py; the last cell prints it.
 # 2. By the equation, in 10⁹ bytes: 12 · 7 = 84; 2 · 7 + 12 · 0.04 = 14.5; 0.52 · 7 + 12 · 0.04 = 4.1, and more for the embedding, which stays in 16 bits.
-# 3. It refuses rows with `labels=input_ids`, as in the cell of the three mistakes. Train on them without the check, then call `examine`: the interval of the difference decides.
+# 3. `check_labels` refuses such rows. Train on them without the check, then call `examine` and `compare`: the interval decides.
 #
 # </details>
 #
