@@ -367,17 +367,21 @@ model = base()
 before = examine(model)
 print(f"alone:                {share_in_words(before.right)}, loss {before.losses}")
 
-# The form in words, then three examples as earlier turns. `train` False: nothing to learn.
+
+def turns_of(pair, train=True):
+    """A question and its answer; with `train` False nothing is learned of the answer."""
+    answer = {"role": "assistant", "content": pair["completion"], "train": train}
+    return [{"role": "user", "content": pair["prompt"]}, answer]
+
+
+# The form in words, then three examples as earlier turns.
 form = "Answer with JSON: the day, the time as HH:MM of 24 hours, and what to do."
 examples = [{"role": "system", "content": form}]
 for pair in pairs[:3]:
-    shown = {"role": "assistant", "content": pair["completion"], "train": False}
-    examples += [{"role": "user", "content": pair["prompt"]}, shown]
+    examples += turns_of(pair, train=False)
 conversations = []
-for pair in questions:
-    asked = {"role": "user", "content": pair["prompt"]}
-    answer = {"role": "assistant", "content": pair["completion"]}
-    conversations += tokenize_chat(tokenizer, [*examples, asked, answer])
+for question in questions:
+    conversations += tokenize_chat(tokenizer, [*examples, *turns_of(question)])
 answers = write(model, conversations)
 prompted = are_right(answers)
 print("after three examples:", share_in_words(prompted))
@@ -548,16 +552,6 @@ ladder
 ladder.chart()
 
 # %%
-from recipes_lib.report.timeline import timeline_chart
-
-ends = ("full fine-tuning", "everything combined")
-timeline_chart(
-    {name: ladder.timelines[name] for name in ends},
-    predicted={name: ladder.predictions[name].timeline for name in ends},
-    title="States and gradients are gone; activations are left",
-)
-
-# %%
 for name, size in kept.items():
     found = ladder.predictions[name].kept / 2**20
     print(f"{name}: {size / 2**20:,.0f} MiB stay between steps, found {found:,.0f}")
@@ -572,7 +566,7 @@ to_lora = ladder["QLoRA"].seconds / ladder["LoRA"].seconds
 print(f"QLoRA takes {to_lora:.2f}× the time of LoRA, both in the same precision")
 
 # %% [markdown]
-# These lines answer the guesses. In the pictures *other* is the loss at work: two more tables of logits. For full fine-tuning it is the gradients of both ends. Where a time is above the share of operations, the adapters and the unpacking cost it. A small matrix leaves most of a processor idle, and each step unpacks the weights, however few its rows are. With more rows and on a large model both weigh less.
+# These lines answer the guesses. In the lines of `climb` above, *other* of full fine-tuning is the gradients of both ends. Of the others it is the loss at work, with two more tables of logits. Where a time is above the share of operations, the adapters and the unpacking cost it. A small matrix leaves most of a processor idle, and each step unpacks the weights, however few its rows are. With more rows and on a large model both weigh less.
 #
 # ## 5. Which learning rate?
 #
@@ -1191,6 +1185,6 @@ if not fast():  # random weights learn nothing in so few steps
     assert peaks == sorted(peaks, reverse=True), "each recipe takes less memory"
     assert leaking < alone.mean, "the leak looks better"
     assert changed["weights in bf16"] < changed["weights in fp32"]
-    assert all(found.right.mean() > before.right.mean() for found in after.values())
+    assert all(found.right.sum() > before.right.sum() for found in after.values())
     assert gain.high < 0, "better, beyond chance"
 print("all checks passed")
