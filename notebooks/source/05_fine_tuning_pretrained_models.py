@@ -18,7 +18,7 @@
 # <!-- numbers:headline-05 -->
 # <!-- end -->
 #
-# A pretrained model knows a language, and not your task. This notebook teaches a small model to turn a sentence that asks for a reminder into one that a program can read. It trains all weights, LoRA and QLoRA in one loop. Each time it asks: how much memory, how much time, and how many answers are right on sentences that the model has never seen?
+# A pretrained model knows a language, and not your task. This notebook teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains all weights, LoRA and QLoRA in one loop. Each time it asks: how much memory, how much time, and how many answers are right on sentences that the model has never seen?
 #
 # | | |
 # |---|---|
