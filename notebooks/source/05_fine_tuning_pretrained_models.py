@@ -311,11 +311,12 @@ del shapes
 # **Guess first.** How many answers are right before training, if the question stands alone, and if three examples stand before it?
 
 # %%
+import math
 from types import SimpleNamespace
 
 from recipes_lib.core.data.chat import tokenize_chat
 from recipes_lib.core.data.corpus import load_text
-from recipes_lib.core.data.evaluation import generate_answers, perplexity
+from recipes_lib.core.data.evaluation import evaluate, generate_answers, text_windows
 from recipes_lib.fine_tuning.honest_evaluation import (
     compare,
     held_out_losses,
@@ -386,12 +387,13 @@ answers = write(model, conversations)
 prompted = are_right(answers)
 print("after three examples:", share_in_words(prompted))
 print(f"one of them: {answers[0]}, wanted: {wanted[0]}")
-other_text = load_text(split="validation")  # Python's own modules
+# Python's own modules, where every token is a target.
+other_text = text_windows(tokenizer, text=load_text(split="validation"))
 
 
 def predicts_other_text(model):
     with in_half():
-        return perplexity(model, tokenizer, text=other_text)
+        return math.exp(evaluate(model, other_text, **padding))
 
 
 forgotten = {"before": predicts_other_text(model)}
