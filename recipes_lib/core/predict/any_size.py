@@ -78,6 +78,7 @@ def any_size(
     *,
     key: Any = None,
     card: Card | None = None,
+    ranks: int = 1,
     **axes: tuple[int, int],
 ) -> AnySize:
     """Dry steps at both values of each axis, and what they say of all other sizes.
@@ -87,11 +88,12 @@ def any_size(
         key: what the step is, in anything that JSON can write (a configuration, the names of
             recipes). With it the result is kept on disk.
         card: a GPU that may not be there, whose kernels are chosen.
+        ranks: how many share the step.
     Raises ValueError where steps of two sizes do not consist of the same operators, but for those
     of more blocks.
     """
     if key is not None:
-        path = _kept_at([key, card and card.capability, axes])
+        path = _kept_at([key, card and card.capability, ranks, axes])
         if path.exists():
             kept = json.loads(path.read_text())
             corners = torch.tensor(kept["corners"], dtype=torch.float64)
@@ -104,7 +106,7 @@ def any_size(
             timelines = []
             for sizes in itertools.product(*others.values()):
                 build = build_of(layers=layers, **dict(zip(others, sizes, strict=True)))
-                predicted = predict(build, card=card, allocator=False)
+                predicted = predict(build, card=card, allocator=False, ranks=ranks)
                 timelines.append(predicted.timeline)
             depths.append(timelines)
     moments, corners = _aligned(depths)
