@@ -6,8 +6,8 @@ import torch
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from tests.test_architecture import EVERY_FILE
 
-# Functions that need no refusal: the two that a notebook shows are there to be read, and the
-# identity has a second derivative.
+# Functions that need no refusal: the two that a notebook shows are there to be read, the identity
+# has a second derivative, and the tiles of a dry run have no values.
 OTHERS = {"InputOnly", "_GatheredLinear", "_ManyTiles", "_SaveInput"}
 
 
