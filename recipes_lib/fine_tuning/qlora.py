@@ -67,6 +67,42 @@ def plain_nf4(weight: torch.Tensor, *, block_size: int = 64) -> torch.Tensor:
     return (levels[index] * scales).view_as(weight)
 
 
+def nf4_layer(
+    linear: torch.nn.Linear,
+    *,
+    block_size: int = 64,
+    compute_dtype: torch.dtype | None = None,
+    double_quant: bool = True,
+    device: torch.device | str | None = None,
+) -> torch.nn.Module:
+    """The frozen 4-bit layer that takes the place of `linear`; arguments as in `quantize_nf4`."""
+    bnb = require("bitsandbytes")
+    if compute_dtype is None:
+        compute_dtype = torch.bfloat16 if machine().native_bf16 else torch.float32
+    layer = bnb.nn.Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        bias=False,
+        compute_dtype=compute_dtype,
+        quant_type="nf4",
+        device="meta",
+    )
+    layer.weight = bnb.nn.Params4bit(
+        linear.weight.data,
+        blocksize=block_size,
+        compress_statistics=double_quant,
+        quant_type="nf4",
+        module=layer,
+    )
+    layer.bias = linear.bias
+    layer.support_avx512bf16_for_cpu = False  # trap 1: never repack
+    layer.requires_grad_(False).train(linear.training)
+    # The move to a device is what quantizes.
+    if device is None:
+        device = linear.weight.device
+    return layer.to(device)
+
+
 # --- the technique --------------------------------------------------------------------------------
 
 
@@ -143,42 +179,6 @@ def quantize_nf4(
         model.set_submodule(name, layer)
     model.is_loaded_in_4bit = True  # peft then builds its 4-bit adapter layers
     return model
-
-
-def nf4_layer(
-    linear: torch.nn.Linear,
-    *,
-    block_size: int = 64,
-    compute_dtype: torch.dtype | None = None,
-    double_quant: bool = True,
-    device: torch.device | str | None = None,
-) -> torch.nn.Module:
-    """The frozen 4-bit layer that takes the place of `linear`; arguments as in `quantize_nf4`."""
-    bnb = require("bitsandbytes")
-    if compute_dtype is None:
-        compute_dtype = torch.bfloat16 if machine().native_bf16 else torch.float32
-    layer = bnb.nn.Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=False,
-        compute_dtype=compute_dtype,
-        quant_type="nf4",
-        device="meta",
-    )
-    layer.weight = bnb.nn.Params4bit(
-        linear.weight.data,
-        blocksize=block_size,
-        compress_statistics=double_quant,
-        quant_type="nf4",
-        module=layer,
-    )
-    layer.bias = linear.bias
-    layer.support_avx512bf16_for_cpu = False  # trap 1: never repack
-    layer.requires_grad_(False).train(linear.training)
-    # The move to a device is what quantizes.
-    if device is None:
-        device = linear.weight.device
-    return layer.to(device)
 
 
 def merge_qlora(model: Any) -> Any:

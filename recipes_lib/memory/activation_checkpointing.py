@@ -51,8 +51,11 @@ def checkpointed_by_hand(blocks: Iterable[Callable], hidden: torch.Tensor) -> to
     `hidden` [B, S, D] must need a gradient. Otherwise autograd never calls `backward` below,
     and the weights of the blocks get no gradient either.
 
-    PyTorch does the same in `checkpoint(block, hidden, use_reentrant=False)`, and it replays the
-    random numbers, too: here dropout would draw others the second time.
+    PyTorch does the same, and it replays the random numbers, too: here dropout would draw others
+    the second time.
+
+        for block in blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
     """
     for block in blocks:
         hidden = InputOnly.apply(block, hidden)

@@ -2,9 +2,12 @@
 
 Problem    Under DDP every rank holds all weights, gradients and AdamW states: 16 bytes per
            parameter in fp32, N times the same.
-Idea       A rank keeps a part of each parameter. `fully_shard(block)` for each block, and then
-           `fully_shard(model)` for what is left, set hooks: they put a block together when it
-           computes, and take it apart again:
+Idea       A rank keeps a part of each parameter. Two calls of PyTorch set hooks, which put a block
+           together when it computes, and take it apart again:
+
+               for block in model.model.layers:
+                   fully_shard(block)
+               fully_shard(model)          what is left: embedding, last norm, output layer
 
                rank 0  [W0]  --all-gather-->  [W0 W1]  forward, or backward
                rank 1  [W1]  --all-gather-->  [W0 W1]  forward, or backward

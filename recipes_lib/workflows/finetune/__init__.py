@@ -6,5 +6,4 @@ loop         predict a step; train, step by step; keep checkpoints, and go on fr
 evaluation   the held-out loss before and after, and the README.md of the result
 command      from a file of pairs to a saved and proven adapter
 production   the same run as settings of the Trainer, TRL, Axolotl and accelerate
-libraries    the same run through the Trainer and TRL, side by side
 """
