@@ -114,9 +114,9 @@ sizes
 # %% [markdown]
 # ## The task, and what is learned of it
 #
-# A program makes the task, so an answer is right or wrong. The clock has 288 times of five minutes. A fifth of them stands in held-out sentences only, with things to do that no training sentence has. So a right answer cannot be remembered.
+# A program makes the task, so an answer is right or wrong. The clock has 288 times of five minutes. A fifth of them stands in held-out sentences only, with four things to do that no training sentence has, in the same forms of sentence. So no answer can be remembered whole. But the sentences are relatives of each other, so the intervals below are too narrow for other forms.
 #
-# Who chooses on some sentences, judges on others. One part of the held-out sentences chooses the learning rates, and another part gives the verdicts.
+# Sentences that chose a rate cannot judge it. One part of the held-out sentences chooses the learning rates, and another part gives the verdicts.
 
 # %%
 import gc
@@ -269,7 +269,7 @@ def base(dtype=torch.float32):
 #
 # $$\text{bytes} = b \cdot \text{frozen} + (4 + 8) \cdot \text{trained} + \max(\text{activations} + \text{logits},\ 4 \cdot \text{trained})$$
 #
-# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are one number per token and word of the vocabulary; the loss needs that table about three times. Both go in backward, while the gradients come: the peak has one or the other. A model that uses its embedding at both ends holds the gradient of each end for a moment, beside their sum: the cell below prints both.
+# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are one number per token and word of the vocabulary; the loss needs that table about three times. Both are freed in backward while the gradients arrive, so the peak has one or the other. The equation leaves one thing out: a model that shares its embedding with its output holds two more gradients of it for a moment. The cell below prints them.
 #
 # A trained weight costs six operations per token: two in forward, two for the gradient of its input, two for its own. A frozen one costs four. Padding costs as much as text.
 #
@@ -307,7 +307,7 @@ del shapes
 # %% [markdown]
 # ## 1. Is it better, or is it luck?
 #
-# **What happens.** Two numbers judge a model: the *held-out loss*, in nats per token of the answers, and the share of answers that are right to the letter. Other sentences would give other numbers, so each has an interval. For the loss we draw as many sentences as we have out of ours, with replacement, 2,000 times. The middle 95 % of the means are the interval. For a share of right answers Wilson's formula gives the interval; it holds for 0 and for 100 %, too.
+# **What happens.** Two numbers judge a model: the *held-out loss*, in nats per token of the answers (the natural logarithm: 0.69 nats are a coin toss), and the share of answers that are right to the letter. Other sentences would give other numbers, so each has an interval. For the loss we draw as many sentences as we have out of ours, with replacement, 2,000 times. The middle 95 % of the means are the interval. For a share of right answers Wilson's formula gives the interval; it holds for 0 and for 100 %, too.
 #
 # To compare two models, draw the differences on the *same* sentences: what makes a sentence hard for both is then gone.
 #
@@ -578,11 +578,11 @@ to_lora = ladder["QLoRA"].seconds / ladder["LoRA"].seconds
 print(f"QLoRA takes {to_lora:.2f}× the time of LoRA, both in the same precision")
 
 # %% [markdown]
-# These lines answer the guesses. In the lines of `climb` above, *other* of full fine-tuning is the gradients of both ends. Of the others it is the loss at work, with two more tables of logits. Where a time is above the share of operations, the adapters and the unpacking cost it. A small matrix leaves most of a processor idle, and each step unpacks the weights, however few its rows are. With more rows and on a large model both weigh less.
+# These lines answer the guesses. In the lines of `climb` above, *other* is the two embedding gradients for full fine-tuning, and two more tables of logits in the loss for the rest. Where a time is above the share of operations, the adapters and the unpacking cost it. A small matrix leaves most of a processor idle, and each step unpacks the weights, however few its rows are. With more rows and on a large model both weigh less.
 #
 # ## 5. Which learning rate?
 #
-# **What happens.** *LoRA Without Regret* (Thinking Machines, 2025) found in many long runs: adapters want about ten times the learning rate of full fine-tuning, belong on all linear layers, and need no large rank for little data. We try the first, with rates a decade apart. QLoRA gets rates of its own.
+# **What happens.** *LoRA Without Regret* (Thinking Machines, 2025) found in many long runs: adapters want about ten times the learning rate of full fine-tuning, belong on all linear layers, and need no large rank for little data. We try the first, with rates a decade apart. QLoRA gets two rates of its own.
 #
 # **Guess first.** At which rate does each of them learn most in a short run?
 
@@ -627,7 +627,7 @@ lines(
 )
 
 # %% [markdown]
-# **The line you will write tomorrow:** `LoraConfig(target_modules="all-linear")` and a rate that you have looked for. Our grid has decades, so it can only find factors of 1, 10 or 100. **When not:** a rate is best for a length and a batch. That of a short run is a guess for a long one: with time to spare, look again at a third of the length.
+# **The line you will write tomorrow:** `LoraConfig(target_modules="all-linear")` and a rate that you have looked for. Our grid has decades, so it can only find factors of 1, 10 or 100; and a best rate at the edge of its grid, as QLoRA's may be, is no optimum: look further. **When not:** a rate is best for a length and a batch. That of a short run is a guess for a long one: with time to spare, look again at a third of the length.
 #
 # ## 6. The run: does the model learn the task?
 #
@@ -699,7 +699,7 @@ axes.set(xlabel="held-out answers that are right, % · better →")
 figure
 
 # %% [markdown]
-# Two sentences that it has never seen, before and after, and what QLoRA still gets wrong:
+# Two sentences, before and after LoRA, and then three of QLoRA's errors. Read them as data: is it the form that is wrong, or one part of the answer?
 
 # %%
 for number in range(2):
@@ -732,11 +732,15 @@ print(
 )
 
 # %% [markdown]
-# An interval says what other sentences *of this program* would show. It does not say what another seed would, and this is one seed.
+# In our run the form, the day and the task are right in all five, and the time is wrong: often its half of the day. Such errors ask for more pairs of that kind, not for more steps.
 #
-# What if QLoRA is *worse*? Its rate is its own, and its gradients were seen above. What is left is the rounding, or chance. These weights had been rounded to four bits before, as the setup cell says, and are rounded in other groups once more. So do not read this as the price of four bits: weights that come in 16 bits are rounded once. Recipe 9 puts the same adapter on exact weights.
+# **Read it so.** Full fine-tuning wins here, by more than other sentences of this program would explain. *LoRA Without Regret* finds no such gap on small data; not tried here are another seed, a rate chosen in longer runs, and more rows in a step. So this is no general price of LoRA. But on a small model with memory to spare, try all weights. Loss and score disagree in size: most tokens are form, and one wrong digit makes an answer wrong. Choose by the score where you can.
 #
-# How many pairs does a task need? Train on a half and on all: where the held-out loss still falls, more pairs help.
+# Forgetting is the other price. By the perplexity of Python's code, LoRA did not protect what the model knew, and QLoRA lost most, its rounding included. If your model must keep other skills, hold out text of them, too.
+#
+# What if QLoRA is *worse*? Its rate is its own, and its gradients were seen above. What is left is its rate, of which two were tried, the rounding, or chance. These weights had been rounded to four bits before, as the setup cell says, and are rounded in other groups once more. So do not read this as the price of four bits: weights that come in 16 bits are rounded once. Recipe 9 puts the same adapter on exact weights, and it does not help.
+#
+# How many pairs does a task need? We did not measure it. Train on a half and on all: where the held-out loss still falls, more pairs help.
 
 # %% [markdown]
 # ## 7. What LoRA leaves untrained, in silence
@@ -832,7 +836,7 @@ del vision
 #          c . . .
 # ```
 #
-# Reminders have nearly one length. So this recipe takes functions of the standard library, and their docstrings.
+# Reminders have nearly one length, so the data here are functions of Python's standard library with their docstrings.
 #
 # **Guess first.** What happens to the loss if the positions are forgotten?
 
@@ -906,7 +910,7 @@ for name, times in seconds.items():
 del model, turns
 
 # %% [markdown]
-# **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Other attention computes the masked part and throws it away. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). Sorting gains a part of it, and its steps are no longer random samples. Packed rows are also fewer batches, each with a fixed cost. A packed batch holds more pairs, so an epoch has fewer steps: look for the learning rate again.
+# **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Other attention computes the masked part and throws it away. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). Sorting gains a part of it, and its steps are no longer random samples. What packing adds to sorting here is fewer batches, each with a fixed cost: expect less where a batch already fills the processor. A packed batch holds more pairs, so an epoch has fewer steps: look for the learning rate again.
 #
 # ## 9. Save, merge, deploy
 #
@@ -958,6 +962,8 @@ for name, (model, judged) in deployed.items():
 del model, deployed, on_16_bits, adapted
 
 # %% [markdown]
+# The guess: where the interval holds zero, neither. Not shown to differ is not shown to be equal, so run `examine` on what you deploy.
+#
 # | your case | deploy |
 # |---|---|
 # | LoRA, one task | the merged model: `model.merge_and_unload()`, which `merge_lora` calls |
@@ -1078,17 +1084,16 @@ for name, share in changed.items():
     print(f"{name:<24}{share:.0%} of the weights changed")
 
 # %% [markdown]
-# These lines count moved weights, not quality. Rounding at random moves few weights, each by more, and is right on average. So load in fp32 and use autocast, as the first row of the ladder does, or round at random: torchao's `AdamW8bit(bf16_stochastic_round=True)`. Adapters are not concerned: peft keeps them in fp32.
+# These lines count the weights that three steps at a usual rate move, not quality: a larger rate loses fewer. Rounding at random moves few weights, each by more, and is right on average. So load in fp32 and use autocast, as the first row of the ladder does, or round at random: torchao's `AdamW8bit(bf16_stochastic_round=True)`. Adapters are not concerned: peft keeps them in fp32.
 #
 # ## When to use what, and what is not here
 #
-# **Which way?** LoRA on all linear layers, at a rate from a short sweep, with logits of the answers only. QLoRA where the 16-bit weights do not fit; its price is the line *LoRA → QLoRA* of recipe 6. All weights where there is much to learn, and 16 bytes per weight are there: 12 that stay, and 4 for the gradient. Packing where lengths are unequal.
+# **Which way?** If 16 bytes per weight are there, 12 that stay and 4 for the gradient, try all weights: here they won. Else LoRA on all linear layers, at a rate from a sweep, with logits of the answers only. QLoRA where the 16-bit weights do not fit; its price on your weights is the line *LoRA → QLoRA*, run on them. Packing where lengths are unequal.
 #
 # | recipe | why it has no section | where it helps |
 # |---|---|---|
 # | 8-bit states, checkpointing, accumulation | few states, short rows | all weights, long rows: notebooks [01](../notebooks/01_large_models_limited_hardware.ipynb) and [04](../notebooks/04_training_long_sequences.ipynb) |
 # | DoRA, rsLoRA | other forms of the same correction | compared in PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison) |
-# | Muon | as a fine-tuning optimizer its seeds do not agree here (`python -m benchmarks.muon`) | pretraining |
 #
 # ## Your own data
 #
@@ -1111,6 +1116,8 @@ for row in mine_rows:
 
 # %% [markdown]
 # ## Take this home
+#
+# These lines use functions from above; the file that stands alone is [scripts/finetune.py](../scripts/finetune.py). *Better* after a few steps is mostly the form of the answer: count right answers before you ship.
 
 # %%
 name = folder / "base"  # or a hub id: "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -1137,7 +1144,7 @@ del mine
 #
 # <details><summary>Solutions</summary>
 #
-# 1. `rows_needed(after["LoRA"].losses - after["full fine-tuning"].losses, difference=0.01)` of honest_evaluation.py; the last cell prints it.
+# 1. `rows_needed(after["LoRA"].losses - after["full fine-tuning"].losses, difference=0.01)` of honest_evaluation.py; the last cell prints it. Take at least thirty: with fewer the interval itself is too narrow.
 # 2. By the equation, in 10⁹ bytes: 12 · 7 = 84; 2 · 7 + 12 · 0.04 = 14.5; 0.52 · 7 + 12 · 0.04 = 4.1, and more for the embedding, which stays in 16 bits.
 # 3. `check_labels` refuses such rows. Train on them without the check, then call `examine` and `compare`: the interval decides.
 #
