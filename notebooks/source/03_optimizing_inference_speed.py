@@ -955,7 +955,7 @@ judge("student", student_decoder)
 # | the text and its teacher | 3.062 3.071 3.073 | 3.069 | -0.044 (-0.044 to -0.043) | no verdict from 3 seeds |
 # | *the teacher itself* | | 2.400 | | |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. The student has 20 of 30 blocks and 396 of 538 MB; `generate` writes with it 1.37× as fast. 44 steps of 2 rows of 256 tokens. Held-out loss in nats per token. The difference is to the same seed of the text alone; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. A step with the teacher takes 1.51× as long.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. The student has 20 of 30 blocks and 396 of 538 MB; `generate` writes with it 1.37× as fast. 44 steps of 2 rows of 256 tokens. Held-out loss in nats per token. The difference is to the same seed of the text alone; in brackets are the smallest and the largest. It is better or worse only from five seeds on, and if the 95 % interval of the differences leaves out zero: three signs agree by chance one time in four. A step with the teacher takes 1.51× as long.*
 # <!-- end -->
 #
 # **How do I use it?** `trl.experimental.gkd.GKDTrainer`, NVIDIA's Model Optimizer, or a loop of your own with `apply_distillation(student, teacher)`.
@@ -1194,7 +1194,7 @@ for name, result in architectures.items():
 # | untied | 2.192 | +0.014 (+0.002 to +0.021) | no verdict from 3 seeds | 131,712 | 1,024 |
 # | as Llama | 2.092 | -0.086 (-0.121 to -0.053) | no verdict from 3 seeds | 102,848 | 256 |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. Tiny models of 2 blocks that are 64 wide, on 8 rows of 64 bytes per step; seeds 0, 1, 2, 600 steps. Held-out loss: the mean over the seeds, in nats per byte. The difference is to the same seed of the first line; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. Cache: bytes of keys and values per token.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. Tiny models of 2 blocks that are 64 wide, on 8 rows of 64 bytes per step; seeds 0, 1, 2, 600 steps. Held-out loss: the mean over the seeds, in nats per byte. The difference is to the same seed of the first line; in brackets are the smallest and the largest. It is better or worse only from five seeds on, and if the 95 % interval of the differences leaves out zero: three signs agree by chance one time in four. Cache: bytes of keys and values per token.*
 #
 # A trained small model has a loss of 2.396, and of 3.067 after its four heads of keys and values are pooled to one. Another 60 steps bring it to 2.459, and the model that was never pooled to 2.364. On 8,192 × 2,048 numbers in fp32, RMSNorm moves 6.9 GB/s in plain operators and 26.9 compiled, where a copy moves 28.6. For one token a call takes 17 µs in plain operators and 20 µs compiled.
 # <!-- end -->

@@ -371,7 +371,7 @@ climb_in_pytorch("student", student)
 # | small student | 1,000 labels | 198 180 173 | 184 | | |
 # | small student | the same, and the teacher | 134 128 115 | 126 | -58 (-64 to -52) | no verdict from 3 seeds |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. Wrong answers, of 2,000 digits that no network has learned from. The difference is to the same seed of the labels alone; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. The widths are 0.5 and 0.25, and the teacher has learned from 3,000 images in both cases. The student has 2.7 times fewer multiply-adds than its teacher, and in ExecuTorch it is 1.96× (1.95 to 1.99) as fast.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. Wrong answers, of 2,000 digits that no network has learned from. The difference is to the same seed of the labels alone; in brackets are the smallest and the largest. It is better or worse only from five seeds on, and if the 95 % interval of the differences leaves out zero: three signs agree by chance one time in four. The widths are 0.5 and 0.25, and the teacher has learned from 3,000 images in both cases. The student has 2.7 times fewer multiply-adds than its teacher, and in ExecuTorch it is 1.96× (1.95 to 1.99) as fast.*
 # <!-- end -->
 #
 # **Why not more?** The teacher of the small student has learned from three times as many images as the student itself: a part of the gain is what those images say. The student of the chain sees the same images as its teacher, and gains less.
@@ -933,7 +933,7 @@ for layers in (6, 12, 30, 48):
 # | 16 × 48 | 425,520 | 2.163 | +0.244 (+0.190 to +0.311) | no verdict from 3 seeds | 3.5× |
 # | 32 × 32 | 411,680 | 2.334 | +0.414 (+0.400 to +0.437) | no verdict from 3 seeds | 6.5× |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 3 seeds, 600 steps of 8 × 64 bytes. Held-out loss in nats per byte. The difference is to the same seed of the first line; in brackets are the smallest and the largest. It is better or worse only if all seeds agree. Time: one token in eager mode on one thread.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 3 seeds, 600 steps of 8 × 64 bytes. Held-out loss in nats per byte. The difference is to the same seed of the first line; in brackets are the smallest and the largest. It is better or worse only from five seeds on, and if the 95 % interval of the differences leaves out zero: three signs agree by chance one time in four. Time: one token in eager mode on one thread.*
 # <!-- end -->
 #
 # The recorded comparison says the opposite of MobileLLM: with more depth the loss is higher, for every seed. These models are 300 times smaller, and they have read few bytes. So this shows only that depth is no rule for all sizes. MobileLLM's finding is for 125 million weights and far more tokens; we have not repeated it.

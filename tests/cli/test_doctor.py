@@ -1,8 +1,11 @@
+import re
+
 import pytest
 
 from recipes_lib.cli.doctor import shape_named
 from recipes_lib.cli.options import PUBLIC_SHAPES
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.workflows.out_of_memory_doctor import FINETUNE
 
 
 def test_the_doctor_takes_a_shape_without_its_weights(command):
@@ -22,6 +25,13 @@ def test_the_doctor_takes_a_shape_without_its_weights(command):
     assert "First that fits: none" not in said
     assert "Checked by the step itself: loss in chunks + checkpointing" in said
     assert said.endswith("fits.")
+
+
+def test_the_ready_line_is_one_that_finetune_takes(command):
+    """The mistake: a line to copy that the command refuses, or that lacks what it needs."""
+    options = set(re.findall(r"--[a-z-]+", FINETUNE))
+    _, out, _ = command("finetune", "--help")
+    assert {"--data", "--output"} <= options <= set(re.findall(r"--[a-z-]+", out))
 
 
 def test_the_doctor_reads_a_configuration_and_no_weights(command, tmp_path):

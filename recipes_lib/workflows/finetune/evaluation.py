@@ -22,6 +22,7 @@ from recipes_lib.core.model.default_model import model_source
 from recipes_lib.fine_tuning.honest_evaluation import RowLosses, compare, held_out_losses
 from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings
 
+LEAST_ROWS = 10  # held out, for any verdict
 RELIABLE_ROWS = 30  # held out; with fewer the interval is too narrow
 ROWS_AT_ONCE = 8  # in one forward pass, where they are short
 ROWS_OF_A_PART = 32  # after which the terminal says how far it is
@@ -79,13 +80,16 @@ class Evaluation:
 
     def difference(self, before: RowLosses, after: RowLosses) -> str:
         """The second loss less the first, with its interval, and what has to be known of it."""
-        lines = [f"difference: {compare(before, after)}"]
+        count = len(self.rows)
+        if count < LEAST_ROWS:
+            found = f"{after.mean - before.mean:+.3f} nats per token, no verdict from {count} rows"
+        else:
+            found = str(compare(before, after))
+        lines = [f"difference: {found}"]
         if self.method == "qlora":
             lines.append("It holds both: what the adapters learnt, and what four bits cost.")
-        if len(self.rows) < RELIABLE_ROWS:
-            lines.append(
-                f"Of {len(self.rows)} rows, too few to rely on: hold out {RELIABLE_ROWS} or more."
-            )
+        if count < RELIABLE_ROWS:
+            lines.append(f"Of {count} rows, too few to rely on: hold out {RELIABLE_ROWS} or more.")
         return "\n".join(lines)
 
 

@@ -131,7 +131,10 @@ def diagnose(
     Raises ValueError without error and model, and for an error of another kind.
     """
     if not error and model is None:
-        raise ValueError("nothing to diagnose: give the error's text, or a model and its batch")
+        raise ValueError(
+            "nothing to diagnose: give the error's text (--error), or a model and its batch "
+            "(--model, --batch-size, --seq-len)"
+        )
     message = read_message(error) if error else None
     findings = _findings_in(message) if message else []
     remedies = _remedies_without_recipe(message) if message else []
@@ -380,9 +383,13 @@ def _where_nothing_fits(tried: Remedies) -> str:
 
 
 # By what is priced in the advice: a command, or the file that has it ready.
+FINETUNE = (
+    "{start} -m recipes_lib finetune --model YOUR_MODEL --data YOURS.jsonl \\\n"
+    "  --output runs/mine --seq-len {length} --rows-per-step {rows} \\\n"
+)
 READY = {
-    (LORA,): "{start} -m recipes_lib finetune --method lora --gradient-checkpointing",
-    ("QLoRA",): "{start} -m recipes_lib finetune --method qlora --gradient-checkpointing",
+    (LORA,): FINETUNE + "  --method lora",
+    ("QLoRA",): FINETUNE + "  --method qlora",
     ("FSDP",): "{start} launch/train.py --strategy fsdp",
     ("FSDP", LORA): "accelerate launch --config_file launch/accelerate/fsdp2.yaml",
     ("FSDP", "QLoRA"): "axolotl train launch/axolotl/llama-3-70b-qlora-fsdp.yaml",
@@ -395,5 +402,8 @@ def _lines_that_apply(question: Question, first: Remedy) -> list[str]:
     start = "python" if question.gpus == 1 else f"torchrun --nproc-per-node {question.gpus}"
     priced = tuple(name for name in first.stack if name in ("FSDP", *ADAPTERS))
     if priced in READY:
-        lines.append(READY[priced].format(start=start))
+        command = READY[priced].format(start=start, length=question.length, rows=question.rows)
+        if "finetune" in command and "checkpointing" in first.stack:
+            command += " --gradient-checkpointing"
+        lines += command.splitlines()
     return lines
