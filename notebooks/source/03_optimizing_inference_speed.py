@@ -1526,7 +1526,7 @@ ladder
 # *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. One thread. One text: 48 tokens after 40, and a prompt of 512 tokens. Medians of 5 rounds in turns; in brackets are the lowest and the highest. To ours: the time over that of our row with as many bits, in the same round; below 1 the other program is faster, and the verdict stands only if no round disagrees. † a range of more than 1.5 times: to be measured again. Equal tokens: up to the first that differs from those of `generate` in fp32. Versions: bitsandbytes, transformers generate 0.50.2, llama.cpp llama-cpp-python 0.3.36, ONNX Runtime 1.32.0, this library 0.1.0, torchao, transformers generate 0.18.0, transformers generate 5.23.0.*
 # <!-- end -->
 #
-# **Why is a program of its own faster?** The note below the table says how much of our time the products take. In the run that is recorded here they alone take longer than a whole token of llama.cpp with as many bits. Its kernels are made for one layout of the weights, and it calls them without PyTorch in between. We call an operator of PyTorch 121 times per token for the products alone, and each call costs time before any weight is read.
+# **Why is a program of its own faster?** The kernels of llama.cpp are made for one layout of the weights, and are called without PyTorch in between. We call an operator of PyTorch 121 times per token for the products alone, and each call costs time before any weight is read.
 #
 # <!-- numbers:gpu-03 -->
 # <!-- end -->
