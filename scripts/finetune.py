@@ -4,7 +4,8 @@
     python scripts/finetune.py --model Qwen/Qwen3-0.6B --data mine.jsonl --steps 200
 
 Without `--data` the task is that of notebook 05: sentences that ask for a reminder, as JSON. None
-of the 48 held-out answers is right before; after 120 steps most of them are, to the letter.
+of the 48 held-out answers is right before; after 120 steps 37 are, to the letter (two CPU cores,
+one run).
 
 Everything is in `main`, from top to bottom. The held-out loss before and after comes with an
 interval, and with the answers that are right to the letter. The same command once more goes on
