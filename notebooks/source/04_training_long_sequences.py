@@ -887,7 +887,6 @@ from recipes_lib.core.predict.operations import step_operations
 from recipes_lib.report.ladders.length import duration
 
 shape, card, tokens, tile = sizes.card
-rates = {"RTX 4080": 97e12, "L4": 121e12, "A100-80GB": 312e12}  # bf16, data sheets
 
 
 def on_a_card(model, method, recipes, tokens):
@@ -918,7 +917,7 @@ def longest_on(card, model, terms):
         first = "gradients"
     again = 4 / 3  # forward runs twice
     operations = again * step_operations(model, rows=1, length=longest)
-    seconds = operations / (0.4 * rates[card])
+    seconds = operations / (0.4 * CARDS[card].rate)
     return f"{longest / 1000:,.0f}K, {first}, {duration(seconds)}"
 
 

@@ -180,7 +180,7 @@ checkpointed = apply_activation_checkpointing
 lora = partial(apply_lora, rank=4, alpha=8)
 qlora = partial(apply_qlora, rank=4, alpha=8)
 chunked = partial(apply_chunked_cross_entropy, chunk_size=16)
-tiled = partial(apply_tiled_mlp, tile_size=32)
+tiled = partial(apply_tiled_mlp, tile_size=16)  # eight: a dry step makes one of the middle ones
 tiled_norms = partial(tiled, norms=True)
 nested = partial(apply_nested_checkpointing, group=2)
 sparse = partial(apply_block_sparse, block_size=16, local=3, global_blocks=1)
