@@ -36,7 +36,7 @@ import torch
 from benchmarks import study
 from recipes_lib.core.data import load_text
 from recipes_lib.core.data.evaluation import GREEDY, row_losses, text_windows
-from recipes_lib.core.measure.runs import runs_dir
+from recipes_lib.core.measure.provenance import runs_dir
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.default_model import model_source

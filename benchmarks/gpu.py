@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.parts import PARTS, out_dir
 from recipes_lib.core.measure.machine import TIERS, machine
-from recipes_lib.core.measure.runs import provenance
+from recipes_lib.core.measure.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 

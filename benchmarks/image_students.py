@@ -30,7 +30,7 @@ from recipes_lib.architecture.efficient_net import efficient_net
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.compression.distillation import plain_distillation_loss
 from recipes_lib.core.data.images import Images, handwritten_digits
-from recipes_lib.core.measure.runs import runs_dir
+from recipes_lib.core.measure.provenance import runs_dir
 from recipes_lib.edge.export import export_to_executorch
 from recipes_lib.edge.runtime import load_pte
 from recipes_lib.workflows.on_device.classify import (

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from benchmarks import study, turns
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.core.data.images import Images, handwritten_digits
-from recipes_lib.core.measure.runs import runs_dir
+from recipes_lib.core.measure.provenance import runs_dir
 from recipes_lib.edge.onnx_export import (
     export_to_onnx,
     load_onnx,

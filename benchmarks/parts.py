@@ -22,9 +22,9 @@ from benchmarks.rope import stretched
 from benchmarks.sizes import size_of
 from benchmarks.versus import compare, pairs
 from recipes_lib.core.measure import PeakMemory, measure
+from recipes_lib.core.measure.free_memory import release_memory
 from recipes_lib.core.measure.machine import GIB, fast, machine
-from recipes_lib.core.measure.memory import release_memory
-from recipes_lib.core.measure.runs import runs_dir
+from recipes_lib.core.measure.provenance import runs_dir
 from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing

@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks.peer_programs import Loaded, Peer, Stopwatch
 from recipes_lib.core.measure.machine import require
-from recipes_lib.core.measure.runs import runs_dir
+from recipes_lib.core.measure.provenance import runs_dir
 from recipes_lib.core.model import load_model
 from recipes_lib.core.model.default_model import (
     GGUF_FILE,

@@ -42,7 +42,7 @@ from recipes_lib.core.data.chat import Row
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.default_model import model_source
-from recipes_lib.core.model.mixing import take_out
+from recipes_lib.core.model.mixins import take_out
 from recipes_lib.precision.quantization_aware import (
     apply_quantization_aware,
     apply_rounding,

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes_lib.core.measure.runs import provenance
+from recipes_lib.core.measure.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 BETWEEN = " · "  # the parts of a metric that was nested

@@ -31,7 +31,7 @@ from recipes_lib.core.data import collate, load_text
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.data.evaluation import text_windows
 from recipes_lib.core.measure.machine import machine, synchronize
-from recipes_lib.core.measure.runs import provenance, runs_dir
+from recipes_lib.core.measure.provenance import provenance, runs_dir
 
 # What has to be the same for parts that stand in one file.
 SAME = ("name", "native_bf16", "date", "fast", "short")

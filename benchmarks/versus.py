@@ -17,8 +17,8 @@ import torch
 
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.measure import in_turns, measure
+from recipes_lib.core.measure.free_memory import release_memory
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.core.measure.memory import release_memory
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.activation_offload import offload_activations
 from recipes_lib.workflows.bench.run import LR, Bench

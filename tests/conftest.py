@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes_lib.attention.sliding_window import banded as sliding_window_banded
-from recipes_lib.core.measure.memory import release_memory
+from recipes_lib.core.measure.free_memory import release_memory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.ranks.rank_pool import RankPool
 

@@ -76,7 +76,7 @@ from recipes_lib.core.measure.machine import (
     machine,
     seed_everything,
 )
-from recipes_lib.core.measure.memory import keep_freed_memory
+from recipes_lib.core.measure.free_memory import keep_freed_memory
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
 from recipes_lib.report.show import show
 
@@ -521,7 +521,7 @@ ladder.climb("activation offloading", offloaded, group="in 32 bits")
 # **The idea.** Both factors of a product are converted. PyTorch's `autocast` does the same.
 
 # %%
-from recipes_lib.core.measure.rates import measure_matrix_rates
+from recipes_lib.core.measure.device_speed import measure_matrix_rates
 from recipes_lib.precision.mixed_precision import linear_by_hand, mixed_precision
 
 show(linear_by_hand)

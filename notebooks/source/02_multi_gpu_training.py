@@ -809,7 +809,7 @@ from recipes_lib.architecture.mixture_of_experts import (
     predicted_parameters,
     small_mixture,
 )
-from recipes_lib.core.model.mixing import take_out
+from recipes_lib.core.model.mixins import take_out
 from recipes_lib.workflows.on_ranks.libraries import train_experts
 
 show(looped_experts)

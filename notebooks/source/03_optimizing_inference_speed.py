@@ -77,8 +77,11 @@ from functools import partial
 import torch
 
 from recipes_lib.core.measure.machine import choose_sizes, machine, seed_everything
-from recipes_lib.core.measure.memory import keep_freed_memory
-from recipes_lib.core.measure.rates import measure_matrix_rates, measure_read_bandwidth
+from recipes_lib.core.measure.free_memory import keep_freed_memory
+from recipes_lib.core.measure.device_speed import (
+    measure_matrix_rates,
+    measure_read_bandwidth,
+)
 
 # One core for everything that writes text; the two short trainings take all cores.
 every_core = torch.get_num_threads()

@@ -883,7 +883,7 @@ else:
 
 # %%
 from recipes_lib.core.predict import CARDS
-from recipes_lib.core.predict.operations import step_operations
+from recipes_lib.core.predict.flops import step_operations
 from recipes_lib.report.ladders.length import duration
 
 shape, card, tokens, tile = sizes.card
@@ -978,7 +978,7 @@ print(f"  by the equation {by_equation / GIB:6.2f} GiB, {by_equation / peak - 1:
 # %%
 import transformers
 
-from recipes_lib.core.model.recurrence import missing_kernels
+from recipes_lib.core.model.recurrence_kernels import missing_kernels
 from recipes_lib.training.sequence_packing import check_document_mask
 
 small = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)

@@ -75,7 +75,7 @@ import torch
 import transformers
 
 from recipes_lib.core.measure.machine import choose_sizes, machine, seed_everything
-from recipes_lib.core.measure.memory import keep_freed_memory
+from recipes_lib.core.measure.free_memory import keep_freed_memory
 from recipes_lib.core.model.default_model import model_source, source_note
 
 warnings.simplefilter("ignore", FutureWarning)  # about peft's own calls
@@ -126,7 +126,7 @@ import shutil
 from recipes_lib.core.data import collate, load_instructions, load_pairs
 from recipes_lib.core.data.chat import decode_with_mask
 from recipes_lib.core.data.reminders import reminder_pairs, times_of
-from recipes_lib.core.measure.runs import runs_dir
+from recipes_lib.core.measure.provenance import runs_dir
 from recipes_lib.core.model import load_model, load_tokenizer
 
 # Files of this notebook, made anew in each run.

@@ -76,7 +76,7 @@ import torch
 from torch.nn import functional as F
 
 from recipes_lib.core.measure.machine import choose_sizes, machine, seed_everything
-from recipes_lib.core.measure.runs import runs_dir
+from recipes_lib.core.measure.provenance import runs_dir
 
 print(machine())
 # A device has few cores, and exports take the second one: everything here has one thread.
@@ -599,7 +599,7 @@ for bits, found in bits_of.items():
 # %%
 from recipes_lib.edge.export import PlainRecorder, export_to_executorch, plain_replay
 from recipes_lib.edge.runtime import load_pte, measured_peak_bytes
-from recipes_lib.report.delegation import delegation_chart
+from recipes_lib.report.delegated_operators import delegation_chart
 
 show(PlainRecorder)
 show(plain_replay)

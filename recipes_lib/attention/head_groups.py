@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.recompute import caches_among, generates, without_caches
 from recipes_lib.core.model.recomputed_parts import (

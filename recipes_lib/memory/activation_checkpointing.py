@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model import recompute
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------

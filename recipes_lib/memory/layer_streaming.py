@@ -43,7 +43,7 @@ from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.dry_run import dry, real_tensors
 from recipes_lib.core.model import recompute
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from recipes_lib.memory._disk import directory_on_disk

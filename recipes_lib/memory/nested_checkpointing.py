@@ -45,7 +45,7 @@ from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     require_causal_lm,
 )
-from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------

@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from recipes_lib.core.measure.dry_run import AtOnce, dry, on_the_host, pretends_a_card
-from recipes_lib.core.measure.memory import free_host_bytes
+from recipes_lib.core.measure.free_memory import free_host_bytes
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.marks import (
     GRADIENT_TAKER,

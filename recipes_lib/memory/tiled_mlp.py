@@ -43,7 +43,7 @@ from recipes_lib.core.model.causal_lm import (
     require_causal_lm,
     trunk,
 )
-from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.recomputed_parts import (
     needs_backward,

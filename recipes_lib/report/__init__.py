@@ -8,7 +8,7 @@ points        chart: variants with two numbers, and the ones that are worth havi
 spans         chart: who does what from when to when, in lanes
 timeline      chart: live bytes over a step, one panel per step
 pattern       chart: which pairs of tokens an attention pattern multiplies
-delegation    chart: which operators of an exported model a backend has taken
+delegated_operators  chart: which operators of an exported model a backend has taken
 figure        a figure without a ground, for light and dark pages, with title, key and source
 style         colours with one meaning each, numbers in words, sources
 overhead_fit  a token's time as a fixed part, and bytes over bandwidth

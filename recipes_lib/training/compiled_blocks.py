@@ -48,7 +48,7 @@ from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.compiling import require_compiler, require_kernels_for
 from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, COMPILED, any_marked, mark, unmark
-from recipes_lib.core.model.mixing import (
+from recipes_lib.core.model.mixins import (
     mix_in,
     require_forward_of_class,
     unmixed_class,

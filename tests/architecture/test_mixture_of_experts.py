@@ -22,7 +22,7 @@ from recipes_lib.architecture.mixture_of_experts.parallel import (
     average_gradients,
 )
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.mixing import take_out
+from recipes_lib.core.model.mixins import take_out
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients

@@ -15,7 +15,7 @@ from recipes_lib.attention.head_groups import (
 )
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.mixing import take_out
+from recipes_lib.core.model.mixins import take_out
 from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import record
-from recipes_lib.core.measure.runs import provenance
+from recipes_lib.core.measure.provenance import provenance
 
 
 def machine_facts(**changed):

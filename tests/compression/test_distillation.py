@@ -16,7 +16,7 @@ from recipes_lib.compression.distillation import (
 )
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import chunked_loss, model_of_shape
-from recipes_lib.core.model.mixing import take_out
+from recipes_lib.core.model.mixins import take_out
 from recipes_lib.core.model.output_layer import OutputLayer
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks, trunk
-from recipes_lib.core.model.mixing import take_out
+from recipes_lib.core.model.mixins import take_out
 from recipes_lib.memory.activation_checkpointing import (
     Checkpointed,
     apply_activation_checkpointing,

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import chunked_loss, model_of_shape
-from recipes_lib.core.model.mixing import take_out
+from recipes_lib.core.model.mixins import take_out
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.memory.chunked_cross_entropy import (
     LossFromHidden,

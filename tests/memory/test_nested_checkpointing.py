@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.mixing import take_out
+from recipes_lib.core.model.mixins import take_out
 from recipes_lib.memory.nested_checkpointing import (
     Nested,
     apply_nested_checkpointing,

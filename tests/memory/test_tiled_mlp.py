@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.mixing import take_out
+from recipes_lib.core.model.mixins import take_out
 from recipes_lib.memory.activation_checkpointing import (
     apply_activation_checkpointing,
 )

@@ -173,7 +173,7 @@ def test_the_layer_is_its_plain_formula(shape, activation_bits):
 
 def wrapped(linear, *, activation_bits):
     """A linear layer as `apply_quantization_aware` makes it of one in a block."""
-    from recipes_lib.core.model.mixing import mix_in
+    from recipes_lib.core.model.mixins import mix_in
     from recipes_lib.precision.quantization_aware.layers import AwareLinear
 
     mix_in(linear, AwareLinear, weight_bits=4, group=GROUP, activation_bits=activation_bits)

@@ -7,7 +7,7 @@ import torch
 
 from recipes_lib.core.measure.timeline import Point, Timeline
 from recipes_lib.report.bars import Bars, bars
-from recipes_lib.report.delegation import delegation_chart
+from recipes_lib.report.delegated_operators import delegation_chart
 from recipes_lib.report.lines import lines
 from recipes_lib.report.pattern import pattern_chart
 from recipes_lib.report.points import points, worth_having

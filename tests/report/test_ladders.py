@@ -7,7 +7,7 @@ import torch
 
 from recipes_lib.core.measure import Measurement
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict.operations import step_operations
+from recipes_lib.core.predict.flops import step_operations
 from recipes_lib.core.ranks.rank_run import RankRun
 from recipes_lib.report.ladders import edge, speed
 from recipes_lib.report.ladders.edge import EdgeLadder, chance

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.mixing import take_out
+from recipes_lib.core.model.mixins import take_out
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import (

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 
 SPECIAL = ("has_bias", "is_transposed", "has_post_expert_norm")  # what transformers calls it

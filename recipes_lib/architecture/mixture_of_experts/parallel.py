@@ -33,7 +33,7 @@ from recipes_lib.architecture.mixture_of_experts import (
     require_plain_experts,
 )
 from recipes_lib.core.model.causal_lm import require_causal_lm
-from recipes_lib.core.model.mixing import mix_in, require_forward_of_class
+from recipes_lib.core.model.mixins import mix_in, require_forward_of_class
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import default_mesh
 

@@ -54,7 +54,7 @@ from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.model.chunked_loss import divisor_of_mean, rows_with_a_target
 from recipes_lib.core.model.marks import QUANTIZED_BY, marked
-from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.output_layer import (
     OutputLayer,
     beside_weight_and_bias,

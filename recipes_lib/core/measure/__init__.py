@@ -7,18 +7,18 @@ allocator_peak  peak bytes of tensors where compiled code makes them
 dry_run  tensors without data: a step on shapes alone, which costs no memory
 live_bytes  an exact account of the bytes of live tensors
 machine  what am I running on: device, memory, native bf16, versions, tier
-memory  what is free on the device, the host and in the container, and what the process keeps
+free_memory  what is free on the device, the host and in the container, and what the process keeps
 peak_memory  the peak bytes inside a block of code
-rates  how fast this device multiplies matrices and reads memory: the limits of a step
-runs  where results are written, and what stands beside each: machine, versions, commit
-steps  what a step costs; several steps in turns
+device_speed  how fast this device multiplies matrices and reads memory: the limits of a step
+provenance  where results are written, and what stands beside each: machine, versions, commit
+step_cost  what a step costs; several steps in turns
 timeline  memory over time: live bytes by kind and phase
-values  what a step without data may know: the integers of its batch
+dry_values  what a step without data may know: the integers of its batch
 """
 
 from recipes_lib.core.measure.dry_run import dry, dry_run, without_data
 from recipes_lib.core.measure.peak_memory import PeakMemory, bytes_alive
-from recipes_lib.core.measure.steps import (
+from recipes_lib.core.measure.step_cost import (
     Measurement,
     in_turns,
     measure,

@@ -35,8 +35,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from recipes_lib.core.measure.dry_values import Values, values_of
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.core.measure.values import Values, values_of
 
 # What a weight of bitsandbytes knows of the way in which it was quantized.
 HOW_IN_FOUR_BITS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")

@@ -15,12 +15,12 @@ integer_grid  weights on few whole numbers, symmetric around zero, as edge runti
 linears  the linear layers of a model by name, and others in their places
 loading  a pretrained model, its configuration and its tokenizer, by name
 marks  what techniques leave on parameters and blocks for each other
-mixing  mix a class into one module of a model, and take it out again
+mixins  mix a class into one module of a model, and take it out again
 output_layer  a causal LM up to its output layer, for losses that make the logits
 probe  a technique proves itself on the model that it is given, or leaves it as it was
 recompute  what checkpointed blocks have in common: a KV cache must not be filled twice
 recomputed_parts  a part of a block in parts of its own, each once more in backward
-recurrence  which kernels the recurrences of a hybrid model want, and which are missing
+recurrence_kernels  which kernels the recurrences of a hybrid model want, and which are missing
 second_derivatives  a backward written by hand refuses create_graph=True
 shapes  the sizes of public models, and random weights of them
 sizes  bytes of tensors, parameters and optimizer states

@@ -27,8 +27,8 @@ import torch
 from recipes_lib.core.checks import check_number
 from recipes_lib.core.measure import dry
 from recipes_lib.core.measure.dry_run import pretends_a_card
+from recipes_lib.core.measure.dry_values import values_of
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.core.measure.values import values_of
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
 
 # Kernels count the elements of a tensor in 32 bits.

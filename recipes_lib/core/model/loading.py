@@ -15,7 +15,7 @@ import torch
 
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model.default_model import SMOLLM2, offline, quiet, resolve
-from recipes_lib.core.model.recurrence import warn_of_slow_recurrence
+from recipes_lib.core.model.recurrence_kernels import warn_of_slow_recurrence
 from recipes_lib.core.model.shapes import SHAPES, model_of_shape
 
 LONGEST_REASON = 200  # characters of a library's error, in a message

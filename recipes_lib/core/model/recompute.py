@@ -39,7 +39,7 @@ def require_no_checkpoints(blocks: Iterable[nn.Module]) -> None:
     by_hugging_face = any(getattr(block, "gradient_checkpointing", False) for block in blocks)
     if by_hugging_face or any_marked(blocks, CHECKPOINTED_INDEX):
         raise ValueError(
-            "this model is checkpointed already: call core.model.mixing.take_out(model, …) or, for "
+            "this model is checkpointed already: call core.model.mixins.take_out(model, …) or, for "
             "Hugging Face's own, model.gradient_checkpointing_disable() first"
         )
 

@@ -90,7 +90,7 @@ def refuse_selective_checkpointing(*, parts: str, mixin: type) -> None:
             raise ValueError(
                 f"selective checkpointing keeps what the products of all {parts} return, so that "
                 f"{parts} save nothing: checkpoint whole blocks, or "
-                f"core.model.mixing.take_out(model, {mixin.__name__})"
+                f"core.model.mixins.take_out(model, {mixin.__name__})"
             )
 
 

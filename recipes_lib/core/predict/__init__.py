@@ -19,7 +19,7 @@ allocator  PyTorch's allocator for a GPU, replayed: allocated and reserved bytes
 any_size  a step of any size from a few small ones
 card  a GPU that is not there: its memory, and the kernels that it would choose
 equation  the memory of a step by arithmetic
-operations  how many operations of matrix products a step needs
+flops  how many operations of matrix products a step needs
 ranks  one rank among many, without the others
 """
 

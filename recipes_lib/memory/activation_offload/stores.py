@@ -53,7 +53,7 @@ class HostStore:
     """Pinned memory, copied to and from on a second CUDA stream.
 
     PyTorch takes the next power of two for each storage, and keeps it for the next step, which
-    needs the same sizes again. `core.measure.memory.release_memory` gives it back to the host.
+    needs the same sizes again. `core.measure.free_memory.release_memory` gives it back to the host.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -47,7 +47,7 @@ from recipes_lib.core.model.chunked_loss import (
     rows_with_a_target,
     zero_gradients,
 )
-from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.output_layer import (
     OutputLayer,
     beside_weight_and_bias,

@@ -23,7 +23,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.sizes import parts_needed
 
 

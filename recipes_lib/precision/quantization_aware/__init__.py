@@ -51,7 +51,7 @@ from recipes_lib.core.model.causal_lm import is_causal_lm, without_adapters
 from recipes_lib.core.model.integer_grid import check_bits, check_group_divides
 from recipes_lib.core.model.linears import refuse_quantized
 from recipes_lib.core.model.marks import QUANTIZED_BY, mark, unmark
-from recipes_lib.core.model.mixing import mix_in, unmix, unmixed_class
+from recipes_lib.core.model.mixins import mix_in, unmix, unmixed_class
 from recipes_lib.core.model.probe import proves
 from recipes_lib.precision._packed_linear import refuse_save_pretrained
 from recipes_lib.precision.quantization_aware.layers import (

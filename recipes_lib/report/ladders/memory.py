@@ -14,7 +14,7 @@ from recipes_lib.core.measure import Measurement, bytes_alive, measure, timed
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.predict import Build, Prediction, predict
-from recipes_lib.core.predict.operations import step_operations
+from recipes_lib.core.predict.flops import step_operations
 from recipes_lib.report.bars import Bars, of_rows
 from recipes_lib.report.ladder import (
     RATIO,
@@ -74,7 +74,7 @@ class MemoryLadder(Ladder):
     Args:
         rows, length: of the batch of every step, for tokens per second and the share of the limit.
         rates: operations per second of matrix products by dtype, for the share of the limit:
-            what `core.measure.rates.measure_matrix_rates` returns.
+            what `core.measure.device_speed.measure_matrix_rates` returns.
 
     `predictions` and `timelines` hold what was predicted and measured of every row that climbed.
     """

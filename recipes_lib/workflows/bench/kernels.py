@@ -26,8 +26,8 @@ from torch.nn import functional
 from recipes_lib.architecture.rms_norm import plain_rms_norm, predicted_norm_bytes
 from recipes_lib.attention.flash import best_kernel, kernel_function, plain_attention
 from recipes_lib.core.measure import PeakMemory, in_turns, there_and_back
+from recipes_lib.core.measure.free_memory import keep_freed_memory
 from recipes_lib.core.measure.machine import machine, synchronize
-from recipes_lib.core.measure.memory import keep_freed_memory
 from recipes_lib.core.model.causal_lm import projection_widths
 from recipes_lib.memory.chunked_cross_entropy import chunked_cross_entropy
 

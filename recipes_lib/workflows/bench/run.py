@@ -23,16 +23,16 @@ from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED, Batch
 from recipes_lib.core.measure import bytes_alive, measure
 from recipes_lib.core.measure.dry_run import real_tensors
+from recipes_lib.core.measure.free_memory import release_memory
 from recipes_lib.core.measure.machine import seed_everything
-from recipes_lib.core.measure.memory import release_memory
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 from recipes_lib.core.model.marks import COMPILED, any_marked
 from recipes_lib.core.predict import Prediction, Step, predict
 from recipes_lib.report.ladders.memory import MemoryLadder
 from recipes_lib.report.timeline import timeline_chart
-from recipes_lib.workflows.bench.entries import ENTRIES, Entry, plain_adamw, plain_step
-from recipes_lib.workflows.bench.entries import LR as LR  # the benchmarks train with it too
+from recipes_lib.workflows.bench.techniques import ENTRIES, Entry, plain_adamw, plain_step
+from recipes_lib.workflows.bench.techniques import LR as LR  # the benchmarks train with it too
 
 
 @dataclass

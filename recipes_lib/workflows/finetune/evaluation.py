@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.data.chat import Row
-from recipes_lib.core.measure.runs import provenance
+from recipes_lib.core.measure.provenance import provenance
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.fine_tuning.honest_evaluation import RowLosses, compare, held_out_losses
 from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings

@@ -40,9 +40,9 @@ import psutil
 from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.measure.machine import GIB, machine
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
-from recipes_lib.core.model.recurrence import slow_recurrence
+from recipes_lib.core.model.recurrence_kernels import slow_recurrence
 from recipes_lib.core.predict import CARDS, Card
-from recipes_lib.core.predict.operations import step_operations
+from recipes_lib.core.predict.flops import step_operations
 from recipes_lib.memory.optimizer_offload import host_bytes
 from recipes_lib.workflows.out_of_memory_doctor.message import GPUS, Message, read_message
 from recipes_lib.workflows.out_of_memory_doctor.remedies import (

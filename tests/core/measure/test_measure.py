@@ -86,7 +86,7 @@ def test_the_fastest_step_on_the_clock_counts(monkeypatch):
     calls = []
     begins_and_ends = iter([0, 100, 0, 2, 0, 9, 0, 1])
     clock = SimpleNamespace(perf_counter=lambda: next(begins_and_ends))
-    monkeypatch.setattr("recipes_lib.core.measure.steps.time", clock)
+    monkeypatch.setattr("recipes_lib.core.measure.step_cost.time", clock)
     measured = measure(lambda: calls.append(1) or len(calls), tokens=100, warmup=2, repeats=3)
     assert len(calls) == 2 + 1 + 3 and measured.result == 6
     assert (measured.seconds, measured.seconds_high, measured.tokens_per_second) == (1, 9, 100)

@@ -12,7 +12,7 @@ from recipes_lib.core.measure import dry_run
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks, trunk
 from recipes_lib.core.model.marks import ONE_DOCUMENT_UNDER, marked
-from recipes_lib.core.model.mixing import mix_in
+from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import TOKENS, proves
 from tests.snapshots import assert_unchanged, snapshot
 

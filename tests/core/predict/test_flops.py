@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict.operations import step_operations
+from recipes_lib.core.predict.flops import step_operations
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing

@@ -211,7 +211,7 @@ def _who_asks() -> tuple[str, bool]:
     """The line that reads a value, as file:line, and whether it is one of a library."""
     for frame in reversed(traceback.extract_stack(limit=40)):
         name = frame.filename.split("site-packages/")[-1]
-        if name.startswith(INSIDE_PYTORCH) or name.endswith(("/values.py", "/live_bytes.py")):
+        if name.startswith(INSIDE_PYTORCH) or name.endswith(("/dry_values.py", "/live_bytes.py")):
             continue
         library = name != frame.filename or "recipes_lib" in name
         return f"{name}:{frame.lineno}", library

@@ -8,11 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes_lib.core.measure import memory
+from recipes_lib.core.measure import free_memory
+from recipes_lib.core.measure.free_memory import free_memory_bytes, release_memory
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.core.measure.memory import free_memory_bytes, release_memory
 
-VERSION_2 = {"memory.max": "3000", "memory.current": "2500", "memory.stat": "inactive_file 100"}
+VERSION_2 = {
+    "memory.max": "3000",
+    "memory.current": "2500",
+    "memory.stat": "inactive_file 100",
+}
 VERSION_1 = {
     "memory/memory.limit_in_bytes": "3000",
     "memory/memory.usage_in_bytes": "2500",
@@ -27,7 +31,7 @@ def test_a_containers_limit_counts(monkeypatch, tmp_path, files):
     (tmp_path / "memory").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(free_memory, "CGROUP", tmp_path)
     if files in (VERSION_1, VERSION_2):
         assert free_memory_bytes() == 3000 - 2500 + 100
     else:
@@ -42,7 +46,7 @@ class Cycle:
 def test_between_two_models_memory_goes_back(monkeypatch):
     """The mistake: the next model is built in gaps of the last one, beside its reference cycle."""
     given_back = []
-    monkeypatch.setattr(memory, "machine", lambda: SimpleNamespace(device="cuda"))
+    monkeypatch.setattr(free_memory, "machine", lambda: SimpleNamespace(device="cuda"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("device"))
 
     def give_back_on_host():  # PyTorch for CPUs does not have it
@@ -59,7 +63,7 @@ def test_between_two_models_memory_goes_back(monkeypatch):
 SCRIPT = """
 import resource
 import torch
-from recipes_lib.core.measure.memory import keep_freed_memory
+from recipes_lib.core.measure.free_memory import keep_freed_memory
 
 assert keep_freed_memory()
 for _ in range(40):  # the heap grows by a few holes first

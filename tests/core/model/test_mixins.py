@@ -8,7 +8,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_sub
 from torch import nn
 
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.mixing import mix_in, take_out, unmix, unmixed_class
+from recipes_lib.core.model.mixins import mix_in, take_out, unmix, unmixed_class
 from recipes_lib.memory.activation_checkpointing import (
     Checkpointed,
     apply_activation_checkpointing,

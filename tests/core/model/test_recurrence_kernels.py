@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
-from recipes_lib.core.model import load_model, recurrence
-from recipes_lib.core.model.recurrence import missing_kernels, recurrence_packages
+from recipes_lib.core.model import load_model, recurrence_kernels
+from recipes_lib.core.model.recurrence_kernels import missing_kernels, recurrence_packages
 from tests.families.configs import tiny_model
 
 WANTED = {
@@ -23,13 +23,15 @@ def test_the_packages_of_a_family(family):
 
 def test_what_is_installed_is_not_missing(monkeypatch):
     """The mistake: a name for pip is looked for as a module."""
-    monkeypatch.setattr(recurrence.importlib.util, "find_spec", lambda name: name == "fla" or None)
+    monkeypatch.setattr(
+        recurrence_kernels.importlib.util, "find_spec", lambda name: name == "fla" or None
+    )
     assert missing_kernels(tiny_model("qwen3_next")) == ["causal-conv1d"]
 
 
 def test_loading_says_it(tmp_path, monkeypatch):
     """The mistake: a training of hours in a loop in fp32, of which nobody knows."""
-    monkeypatch.setattr(recurrence.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(recurrence_kernels.importlib.util, "find_spec", lambda name: None)
     tiny_model("lfm2").save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="pip install causal-conv1d"):
         load_model(str(tmp_path), device="cpu")

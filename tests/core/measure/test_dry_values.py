@@ -7,7 +7,7 @@ import torch
 
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.measure import dry_run
-from recipes_lib.core.measure.values import values_of
+from recipes_lib.core.measure.dry_values import values_of
 from recipes_lib.core.predict import predict
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from tests.core.predict.recipes import Recipe, batch_of, build_of, plain_step
@@ -53,7 +53,7 @@ def test_a_decision_by_a_value_says_where():
 
         return step
 
-    with pytest.raises(ValueError, match=r"test_values\.py:\d+ decides by the values"):
+    with pytest.raises(ValueError, match=r"test_dry_values\.py:\d+ decides by the values"):
         predict(build_of("llama", Recipe(step=deciding)))
 
 

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from recipes_lib.core.measure import bytes_alive, measure
-from recipes_lib.workflows.bench.entries import ENTRIES
 from recipes_lib.workflows.bench.run import Bench
+from recipes_lib.workflows.bench.techniques import ENTRIES
 
 # It moves the states of a GPU to the host: on a CPU they are there already.
 ON_A_GPU = "optimizer_offload"
