@@ -12,9 +12,6 @@ from recipes_lib.core.measure.free_memory import release_memory
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.ranks.rank_pool import RankPool
 
-# Norms of Q and K; an output layer of its own; soft caps; LayerNorm, biases and Conv1D.
-FAMILIES = ["tiny-qwen3", "tiny-mistral", "tiny-gemma2", "tiny-gpt2"]
-
 
 def pytest_configure(config):
     os.environ.setdefault("RECIPES_FAST", "1")
@@ -86,12 +83,6 @@ def four_ranks():
     """Four of them, for what two cannot show."""
     with RankPool(ranks=4, device="cpu") as pool:
         yield pool
-
-
-@pytest.fixture(params=["tiny-llama", "tiny-gemma2"])
-def tiny(request):
-    """A two-block random model of two families."""
-    return model_of_shape(request.param, device="cpu")
 
 
 @pytest.fixture

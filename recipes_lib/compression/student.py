@@ -102,49 +102,10 @@ def make_student(teacher: Any, *, blocks: Sequence[int]) -> Any:
     return student.train(teacher.training)
 
 
-def choose_blocks(
-    influence: Sequence[float], *, keep: int, longest_gap: int | None = None
-) -> list[int]:
-    """The `keep` blocks with most influence; at most `longest_gap` neighbours go together."""
-    if longest_gap is None:
-        longest_gap = len(influence)
-    kept = set(range(len(influence)))
-    for number in sorted(kept, key=lambda number: influence[number]):
-        if len(kept) == keep:
-            break
-        if _gap_at(number, kept, len(influence)) <= longest_gap:
-            kept.remove(number)
-    if len(kept) > keep:
-        raise ValueError(
-            f"longest_gap={longest_gap} leaves {len(kept)} of {len(influence)} blocks: "
-            f"give a longer gap, or keep more than {keep}"
-        )
-    return sorted(kept)
-
-
-def pairs_of_blocks(blocks: Sequence[int], *, of: int) -> list[tuple[int, int]]:
-    """(block of the student, block of its teacher) whose outputs should be alike.
-
-    Behind a kept block, those that went have left a gap. The student's block has to do their work
-    as well: its output belongs in front of the *next* kept block. So it is compared with the output
-    of the last block before that one.
-
-    Args:
-        of: how many blocks the teacher has.
-    """
-    next_kept = [*blocks[1:], of]
-    return [(number, following - 1) for number, following in enumerate(next_kept)]
-
-
-def _gap_at(number: int, kept: set[int], blocks: int) -> int:
-    """How many neighbours would be gone together, if this block went as well."""
-    before = number
-    while before > 0 and before - 1 not in kept:
-        before -= 1
-    after = number
-    while after < blocks - 1 and after + 1 not in kept:
-        after += 1
-    return after - before + 1
+def choose_blocks(influence: Sequence[float], *, keep: int) -> list[int]:
+    """The numbers of the `keep` blocks with most influence, in rising order."""
+    by_influence = sorted(range(len(influence)), key=lambda number: -influence[number])
+    return sorted(by_influence[:keep])
 
 
 # --- what is measured on a text -------------------------------------------------------------------

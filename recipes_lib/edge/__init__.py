@@ -10,7 +10,6 @@ runtime       run a .pte as a device does: planned memory, one thread, measured
 size_budget   which links of a chain fit so many megabytes and milliseconds
 _executorch   the runtime of this process: its kernels, and one pool of threads for all files
 _exported_file  what an export leaves behind: a file, and which operators a backend has taken
-_files        names of files, checked before a long piece of work
 _graph        a model as a graph of operators: what every exporter starts from
 _llama        what a program with a Llama of its own takes: the same model, its rows in pairs
 _noise        keep away what libraries print: their output goes to a file

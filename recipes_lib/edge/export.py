@@ -40,7 +40,6 @@ from recipes_lib.edge._exported_file import (
     require_delegated,
     whole_or_none,
 )
-from recipes_lib.edge._files import check_file
 from recipes_lib.edge._graph import capture_graph
 from recipes_lib.edge._noise import noise_to
 
@@ -100,7 +99,6 @@ def export_to_executorch(
         path: of the file, such as "model.pte". Its folder is made where it does not exist.
         delegate: hand over to XNNPACK what it knows. False: everything runs on portable kernels.
     """
-    check_file(example="model.pte", path=path)
     path = Path(path)
     started = time.perf_counter()
     with noise_to():

@@ -40,7 +40,6 @@ from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.linears import refuse_quantized
 from recipes_lib.core.model.vocabulary import stops_of
 from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
-from recipes_lib.edge._files import check_existing_file, check_file
 from recipes_lib.edge._llama import head_width, in_pairs, require_llama
 from recipes_lib.edge._noise import noise_to
 
@@ -89,7 +88,6 @@ def export_to_gguf(
         pre_tokenizer: llama.cpp's name for how a text is cut into words, such as "smollm". None:
             the one that goes with the family and its vocabulary.
     """
-    check_file(example="model.gguf", path=path)
     path = Path(path)
     check_choice(KINDS, kind=kind)
     gguf = require("gguf")
@@ -119,7 +117,6 @@ def load_gguf(path: str | Path) -> Any:
     """Load a `.gguf` file back into transformers, in fp32 and in eval mode: a check of the file."""
     from transformers import AutoModelForCausalLM
 
-    check_existing_file(made_by="export_to_gguf", path=path)
     path = Path(path)
     with noise_to():
         model = AutoModelForCausalLM.from_pretrained(

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from recipes_lib.core.measure.machine import require
 from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
-from recipes_lib.edge._files import check_existing_file, check_file
 from recipes_lib.edge._graph import capture_graph
 from recipes_lib.edge._noise import noise_to
 
@@ -83,7 +82,6 @@ def export_to_onnx(
         any_batch: the first dimension of all inputs may differ from call to call. Give an example
             of 2 or more then.
     """
-    check_file(example="model.onnx", path=path)
     path = Path(path)
     started = time.perf_counter()
     with noise_to():
@@ -118,7 +116,6 @@ def quantize_onnx(
             is. It gains no time in 8 bits, for the fast kernels take four channels at once. False:
             it gets 8 bits as well, for a device that has nothing else.
     """
-    check_file(example="quantized.onnx", to=to)
     to = Path(to)
     started = time.perf_counter()
     session = load_onnx(path)
@@ -234,7 +231,6 @@ def operators_that_run(path: Path | str) -> dict[str, int]:
 def _session(path: Path | str, **settings: Any) -> Any:
     import onnxruntime
 
-    check_existing_file(made_by="export_to_onnx", path=path)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1

@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from recipes_lib.edge._executorch import executorch_runtime
-from recipes_lib.edge._files import check_existing_file
 from recipes_lib.edge._noise import noise_to
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -89,7 +88,6 @@ class PteModel:
 
 def load_pte(path: Path | str) -> PteModel:
     """Load a .pte into ExecuTorch's runtime, on one thread. What it prints is kept away."""
-    check_existing_file(made_by="export_to_executorch", path=path)
     with noise_to():
         runtime = executorch_runtime(threads=1)
         started = time.perf_counter()
@@ -99,7 +97,6 @@ def load_pte(path: Path | str) -> PteModel:
 
 def measured_peak_bytes(path: Path | str) -> int:
     """How much a fresh process grows when it loads the .pte and runs it once; Linux alone."""
-    check_existing_file(made_by="export_to_executorch", path=path)
     command = [sys.executable, "-c", _MEASURE, str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:

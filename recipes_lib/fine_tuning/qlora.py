@@ -33,7 +33,6 @@ from recipes_lib.core.measure.machine import machine, require
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.probe.outcome import Limits, outcome
 from recipes_lib.core.model.probe.undo import undone_on_error
-from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.fine_tuning.lora import (
     apply_lora,
     target_linears,
@@ -327,24 +326,3 @@ def _refuse_wrong_scales(name: str, in_features: int, block_size: int) -> None:
             f"{block_size}: bitsandbytes dequantizes such rows wrongly on CPUs with AVX-512; "
             f"use apply_lora on the unquantized model"
         )
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-BLOCK_OF_SCALES = 256  # with double quantization, scales that share a scale
-
-
-def nf4_bytes(model: Any, *, double_quant: bool = True) -> int:
-    """Bytes of the linear layers of the blocks in NF4, with their scales and code tables."""
-    total = 0
-    for name, layer in target_linears(model).items():
-        weights = layer.weight.numel()
-        indices = parts_needed(weights, 2)  # two of them in a byte
-        quantiles = 4 * 16
-        scales = parts_needed(weights, block_size_of(name, layer))
-        scale_bytes = 4 * scales
-        if double_quant:
-            # A byte each, a table of 256 codes, and in fp32 scales of their own and their mean.
-            scale_bytes = scales + 4 * (256 + parts_needed(scales, BLOCK_OF_SCALES) + 1)
-        total += indices + quantiles + scale_bytes
-    return total

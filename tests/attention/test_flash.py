@@ -73,18 +73,6 @@ def test_the_running_softmax_equals_all_scores_at_once(block_size):
 # --- the technique ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "rows", "length"), [("tiny-llama", 4, 23), ("tiny-gpt2", 1, 131)]
-)
-def test_equal_to_eager(shape, rows, length):
-    """Rows padded on the right, and one long row."""
-    model = model_of_shape(shape, device="cpu")
-    batch = make_batch(rows, length)
-    expected = run(eager_twin(model), batch)
-    assert_same_gradients(run(apply_flash_attention(model), batch), expected)
-    assert model.config._attn_implementation == "fused"
-
-
 def test_equal_to_eager_in_bf16_and_under_autocast(batch):
     """Both round to 8 bits at every step: they may differ as much as either does from fp32."""
     model = model_of_shape("tiny-qwen3", device="cpu")
@@ -98,20 +86,6 @@ def test_equal_to_eager_in_bf16_and_under_autocast(batch):
     expected = run(eager_twin(model), batch)
     got = run(apply_flash_attention(model), batch)
     assert relative_error(got, expected) < 0.02
-
-
-GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
-
-
-def test_layers_with_a_window_of_their_own_keep_it(batch):
-    """23 tokens, a window of 6 in the first layer: the mask was left out."""
-    family = "Gemma2"
-    model = without_cap(small_model(family, sliding_window=6, **GROUPED))
-    expected = run(eager_twin(model), batch)
-    assert_same_gradients(run(apply_flash_attention(model), batch), expected)
-    wide = without_cap(small_model(family, sliding_window=100, **GROUPED))
-    wide.load_state_dict(model.state_dict())
-    assert relative_error(run(wide, batch), expected) > 1e-3  # the window matters
 
 
 def masks_seen(monkeypatch):
@@ -217,14 +191,6 @@ def test_attention_that_selects_its_keys_is_refused():
         model = small_model("DeepseekV32", q_lora_rank=16)
     with pytest.raises(ValueError, match="not those that this model's indexer selects"):
         apply_flash_attention(model)
-
-
-def test_heads_may_differ_from_layer_to_layer():
-    """Gemma 4 has no single width of a head, and asking for one ended in an error."""
-    kinds = ["sliding_attention", "full_attention"]
-    with torch.device("meta"):
-        model = small_model("Gemma4Text", layer_types=kinds, vocab_size_per_layer_input=128)
-    assert apply_flash_attention(model).config._attn_implementation == "fused"
 
 
 # --- the choice ------------------------------------------------------------------------------

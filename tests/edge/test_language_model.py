@@ -1,4 +1,4 @@
-"""Two exports for all tests: the fp32 file, and a quantized one without the custom attention."""
+"""One export for all tests: a quantized model with biases and a tied output layer."""
 
 import contextlib
 import logging

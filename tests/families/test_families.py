@@ -1,7 +1,8 @@
 """Every technique on every family: equal to an independent reference, or refused in one sentence.
 
-Two families in every run. `make survey` takes every family of the installed transformers, and
-writes docs/families.md. `FAMILIES=lfm2,mamba` takes these.
+Five families in every run: the tests of a technique need not compare a whole model again. `make
+survey` takes every family of the installed transformers, and writes docs/families.md.
+`FAMILIES=lfm2,mamba` takes these.
 """
 
 import functools
@@ -14,8 +15,9 @@ from tests.families.page import write_page
 from tests.families.parity import Family, Outcome, outcome
 from tests.families.techniques import TECHNIQUES
 
-# A decoder with experts, and one without attention.
-CORE = ("qwen3_moe", "mamba")
+# The usual one; learned positions, Conv1D and biases; a window of its own, norms of Q and K and a
+# scaled embedding; experts; no attention.
+CORE = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "mamba")
 ASKED = os.environ.get("FAMILIES", "")
 
 

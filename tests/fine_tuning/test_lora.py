@@ -1,4 +1,3 @@
-import copy
 import warnings
 
 import pytest
@@ -65,33 +64,12 @@ def test_one_layer_by_hand_is_pefts(llama):
         expected = layer(x)
         got = plain_lora(x, layer.base_layer.weight, a, b, alpha=8)
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+        merged = x @ plain_merge(layer.base_layer.weight, a, b, alpha=8).T
+        torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-4)
         upstream = torch.randn_like(got)
         expected = torch.autograd.grad(expected, [a, b], upstream)
         for gradient, reference in zip(torch.autograd.grad(got, [a, b], upstream), expected):
             torch.testing.assert_close(gradient, reference, atol=1e-5, rtol=1e-5)
-
-
-def test_forward_and_gradients_are_those_of_the_merged_weights(model, batch):
-    """The mistake: an adapter on the wrong side of a transposed weight."""
-    model = train_a_little(apply_lora(model, rank=3, alpha=8))
-    plain = copy.deepcopy(model).unload().requires_grad_(True)
-    for name, layer in adapters_by_name(model).items():
-        weight = plain.get_submodule(name).weight
-        a, b = a_and_b(layer)
-        if layer.fan_in_fan_out:
-            weight.data = plain_merge(weight.T, a, b, alpha=8).T.detach().contiguous()
-        else:
-            weight.data = plain_merge(weight, a, b, alpha=8).detach()
-    torch.testing.assert_close(run(model, batch), run(plain, batch), atol=1e-5, rtol=1e-4)
-    assert all("lora_" in name for name in gradients(model))
-    for name, layer in adapters_by_name(model).items():
-        a, b = a_and_b(layer)
-        # By the chain rule, from the gradient of the merged weight.
-        merged = plain.get_submodule(name).weight.grad * 8 / 3
-        if layer.fan_in_fan_out:
-            merged = merged.T
-        torch.testing.assert_close(a.grad, b.T @ merged, atol=1e-6, rtol=1e-3)
-        torch.testing.assert_close(b.grad, merged @ a.T, atol=1e-6, rtol=1e-3)
 
 
 MERGED = [

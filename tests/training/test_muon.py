@@ -6,7 +6,6 @@ import io
 import pytest
 import torch
 
-from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.training.muon import (
     muon_adamw,
@@ -68,23 +67,6 @@ def test_torchs_step_is_the_idea(shape, nesterov):
     torch.testing.assert_close(weight.detach(), plain, rtol=0, atol=2e-3)
 
 
-def test_trains_a_model_as_the_two_of_torch(llama, batch):
-    """The mistake: a parameter that neither of the two trains, or both."""
-    reference = copy.deepcopy(llama)
-    split = split_for_muon(reference)
-    muon = torch.optim.Muon(split.matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")
-    rest = torch.optim.AdamW(split.rest, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    optimizer = muon_adamw(llama, lr=1e-3)
-    for _ in range(4):
-        train(llama, optimizer, batch, 1)
-        reference(**batch, use_cache=False).loss.backward()
-        for each in (muon, rest):
-            each.step()
-            each.zero_grad()
-    for own, other in zip(llama.parameters(), reference.parameters()):
-        assert torch.equal(own, other)
-
-
 def test_resumes_exactly(llama, batch):
     """The mistake: the two inside go on with the states and groups from before the loading."""
     optimizer = muon_adamw(llama, lr=1e-3)
@@ -132,18 +114,6 @@ def test_split_of_a_llama(tied):
     assert len(expected) == 2 * 7
     assert names_of(model, split.matrices) == expected
     assert len(split.matrices) + len(split.rest) == len(list(model.parameters()))
-
-
-def test_split_of_gpt2():
-    """Its Conv1D counts as a linear layer; the embedding of positions is a matrix of the rest."""
-    model = model_of_shape("tiny-gpt2", device="cpu")
-    matrices = names_of(model, split_for_muon(model).matrices)
-    assert {name.split(".", 3)[3] for name in matrices} == {
-        "attn.c_attn.weight",
-        "attn.c_proj.weight",
-        "mlp.c_fc.weight",
-        "mlp.c_proj.weight",
-    }
 
 
 def test_without_matrices(llama):

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
-from recipes_lib.attention._heads import check_heads, selects_keys
+from recipes_lib.attention._heads import selects_keys
 from recipes_lib.attention.block_sparse.cpu import BlocksOnCPU
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import require_causal_lm
@@ -145,7 +145,6 @@ def block_sparse_attention(
         documents: ids [B, S]; a token reads tokens of the same id only.
         scale: of the scores, by default 1 / sqrt(E).
     """
-    check_heads(q, k, v, allowed="q [B, H, S, E], and k and v [B, K, S, E] with H a multiple of K")
     checked = _checked_pattern(seq_len=q.shape[2], **pattern)
     device = q.device.type
     if torch.is_autocast_enabled(device):  # as PyTorch's own attention does

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
-from recipes_lib.attention._heads import check_heads, selects_keys
+from recipes_lib.attention._heads import selects_keys
 from recipes_lib.attention.sliding_window.banded import band, banded_attention, block_length
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
@@ -153,7 +153,6 @@ def sliding_window_attention(
         scale: of the scores, by default 1 / sqrt(E).
         kernel: "banded" runs anywhere, "flex" needs CUDA, "auto" takes "flex" from Ampere on.
     """
-    check_heads(q, k, v, allowed="[B, H, S, E] and twice [B, KV, S, E], with H a multiple of KV")
     kernels = ["auto", "banded", "flex"] if q.is_cuda else ["auto", "banded"]
     check_choice(kernels, kernel=kernel)
     # Rotary embeddings leave q and k in fp32, beside a v in 16 bits.

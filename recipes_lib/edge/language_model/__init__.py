@@ -63,7 +63,6 @@ from recipes_lib.edge._exported_file import (
     require_delegated,
     whole_or_none,
 )
-from recipes_lib.edge._files import check_existing_file, check_file
 from recipes_lib.edge._llama import require_llama
 from recipes_lib.edge._noise import noise_to
 from recipes_lib.edge.language_model.runtime import PteLanguageModel
@@ -157,7 +156,6 @@ def export_language_model(
         tokenizer: of the model; the ids that begin and end a text are written into the file.
             None: those of the model's generation_config, as far as it has them.
     """
-    check_file(example="model.pte", path=path)
     path = Path(path)
     widths = _widths(weight_bits, group, output_bits, embedding_bits)
     _check_model(model, widths, max_length)
@@ -179,7 +177,6 @@ def export_language_model(
 
 def load_language_model(path: str | Path, *, threads: int = 1) -> PteLanguageModel:
     """Load a `.pte` that `export_language_model` has written into ExecuTorch's runtime."""
-    check_existing_file(made_by="export_language_model", path=path)
     return PteLanguageModel(Path(path), threads=threads)
 
 

@@ -102,9 +102,8 @@ def plain_chunked_loss(
 def apply_chunked_cross_entropy(model: Any, *, chunk_size: int | None = None) -> Any:
     """Let a Hugging Face causal LM (adapters or not) compute its loss in chunks. Returns `model`.
 
-    With `labels=` in training mode, or `skip_logits=True` in eval mode, the output has `loss` and
-    no logits. `chunk_size` is that of `chunked_cross_entropy`.
-
+    With `labels=` in training mode the output has `loss` and no logits. `chunk_size` is that of
+    `chunked_cross_entropy`.
     """
     require_causal_lm(model)
     loss = functools.partial(chunked_cross_entropy, chunk_size=chunk_size)
@@ -117,12 +116,10 @@ class LossFromHidden:
 
     chunked_loss: Callable[..., torch.Tensor]
 
-    def forward(self, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
-        """As ever; but with labels in training mode, or with `skip_logits`, there are no logits."""
-        if skip_logits is None:
-            skip_logits = self.training
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever; but with labels in training mode there are no logits."""
         kwargs = options_by_name(super().forward, args, kwargs)
-        if kwargs.get("labels") is None or not skip_logits:
+        if kwargs.get("labels") is None or not self.training:
             return super().forward(**kwargs)
 
         without_loss = kwargs | {"labels": None, "return_dict": True}

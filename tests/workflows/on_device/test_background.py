@@ -10,6 +10,12 @@ from tests.workflows.on_device.slow_exports import export_badly, export_quickly
 PATIENCE = 120  # seconds, on a machine that computes something else
 
 
+@pytest.fixture(autouse=True)
+def another_process(monkeypatch):
+    """FAST mode would take this one."""
+    monkeypatch.setenv("RECIPES_FAST", "0")
+
+
 def test_a_job_works_beside_this_process_and_its_result_is_kept(tmp_path, capfd):
     """The mistake: minutes of export again for the same weights, or an old file for new ones."""
     model = nn.Linear(2, 2)
