@@ -157,15 +157,6 @@ def test_capped_scores_are_refused(batch):
         apply_flash_attention(gemma)(**batch)
 
 
-def test_kernels_that_cannot_run_are_refused(llama, batch):
-    """transformers would take another one, or SDPA would give no weights."""
-    with pytest.raises(ValueError, match="needs CUDA"):
-        apply_flash_attention(llama, kernel="flash_attention_2")
-    assert llama.config._attn_implementation == "sdpa"
-    with pytest.raises(ValueError, match="fused kernels have no output_attentions"):
-        apply_flash_attention(llama)(**batch, output_attentions=True)
-
-
 def test_dropout_has_no_kernel_on_a_cpu(batch):
     """The scores would be back, in silence."""
     model = apply_flash_attention(model_of_shape("tiny-gpt2", device="cpu"))

@@ -6,7 +6,6 @@ import socket
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -205,22 +204,12 @@ def test_llama_3_stretches_its_angles_by_the_factor_of_the_model():
 # --- what the comparison refuses ------------------------------------------------------------------
 
 
-def adapted():
-    """Adapters that have learned something, not merged."""
-    model = get_peft_model(model_of(), LoraConfig(target_modules=["v_proj"], r=4))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter)
-    return model
-
-
 def aware(**options):
     return apply_quantization_aware(model_of(intermediate_size=96), **options).eval()
 
 
 DIFFERENT = {
     "biases": lambda: model_of(attention_bias=True, mlp_bias=True),
-    "adapters": adapted,
     "trained in other groups": lambda: aware(group=96),
 }
 

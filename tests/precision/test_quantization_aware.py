@@ -30,7 +30,6 @@ from recipes_lib.precision.quantization_aware import (
     remove_quantization_aware,
 )
 from tests.conftest import assert_same_gradients, gradients
-from tests.small_models import small_model
 
 logging.getLogger("torchao").setLevel(logging.ERROR)
 GROUP = 16
@@ -254,22 +253,6 @@ def test_tables_with_two_grids():
     assert torch.equal(model.get_input_embeddings().weight, to_grid(masters, bits=8).weight())
     assert torch.equal(model.lm_head.weight, to_grid(masters, bits=4).weight())
     assert not model.config.tie_word_embeddings
-
-
-def test_a_table_with_a_factor_has_one_grid():
-    """Gemma multiplies each row: rounded behind the factor, another level is the nearest one."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 48, "head_dim": 16, "query_pre_attn_scalar": 16}
-    model = apply_quantization_aware(small_model("Gemma3Text", **sizes), group=GROUP)
-    embedding = model.get_input_embeddings()
-    table = to_grid(embedding.weight.detach(), bits=8).weight()
-    factor = embedding.embed_scale
-    assert torch.equal(embedding(IDS), table[IDS] * factor)
-    expected = model.eval()(input_ids=IDS, use_cache=False).logits
-    embedding(IDS).sum().backward()
-    assert embedding.weight.grad.max() == factor * 1, "each of these tokens is read once"
-    convert_quantization_aware(model)
-    assert torch.equal(model(input_ids=IDS, use_cache=False).logits, expected)
 
 
 def test_losses_that_go_past_the_output_layer():

@@ -114,20 +114,6 @@ def test_failed_attempts_leave_no_memory_behind():
     assert str(fitted.attempts[-1]) == "4 micro-batches: fits"
 
 
-def test_an_error_that_gives_up_leaves_no_memory_behind():
-    """The mistake: the last error keeps the tensors of all frames below it alive."""
-    model, batch = trained()
-    limit = measured_peak(model, batch, 8) - 2**10
-    with PeakMemory(limit_bytes=limit) as memory:
-        before = memory.current
-        with pytest.raises(torch.OutOfMemoryError, match="even one row at a time") as error:
-            fit_micro_batches(accumulation(model, batch), model=model, batch_size=8)
-        assert memory.current - before < 1024  # although the error and its traceback are alive
-    assert "1 micro-batches: out of memory; 2 micro-batches: out of memory; 4" in str(error.value)
-    assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
-    assert gradients(model) == {}
-
-
 def test_dropout_draws_what_a_direct_step_draws():
     """The mistake: a failed attempt moves the random state on."""
     model, batch = trained()
