@@ -27,7 +27,7 @@
 #
 # ## The map
 #
-# - **Activations and logits**: 1 [gradient accumulation](../recipes_lib/training/gradient_accumulation.py), 2 [activation checkpointing](../recipes_lib/memory/activation_checkpointing.py) with a [loss in chunks](../recipes_lib/memory/chunked_cross_entropy/__init__.py), 3 [activation offloading](../recipes_lib/memory/activation_offload/__init__.py)
+# - **Activations and logits**: 1 [gradient accumulation](../recipes_lib/training/gradient_accumulation.py), 2 [activation checkpointing](../recipes_lib/memory/activation_checkpointing.py) with a [loss in chunks](../recipes_lib/memory/chunked_cross_entropy/__init__.py), 3 [activation offloading](../recipes_lib/memory/activation_offload.py)
 # - **Time, and some activations**: 4 [mixed precision](../recipes_lib/precision/mixed_precision.py), 5 [compiled blocks](../recipes_lib/training/compiled_blocks.py)
 # - **Gradients and states**: 6 [optimizer step in backward](../recipes_lib/memory/optimizer_in_backward.py), 7 states in [16](../recipes_lib/precision/sixteen_bit_adam.py) or [8 bits](../recipes_lib/precision/eight_bit_adam.py), 8 [states in host memory](../recipes_lib/memory/optimizer_offload.py) (on a GPU only), 9 [LoRA](../recipes_lib/fine_tuning/lora.py)
 # - **Weights, too**: 10 [QLoRA](../recipes_lib/fine_tuning/qlora.py), 11 [layer streaming](../recipes_lib/memory/layer_streaming.py)

@@ -41,7 +41,7 @@
 # | 3 | [checkpointing](../recipes_lib/memory/activation_checkpointing.py) | activations of all blocks but one | `model.activation_checkpointing_enable()` |
 # | 4 | [tiled MLP](../recipes_lib/memory/tiled_mlp.py) | the widest part of that one block | Axolotl `tiled_mlp: true` |
 # | 5 | [nested checkpoints](../recipes_lib/memory/nested_checkpointing.py) | inputs of the blocks | none |
-# | 6 | [offloaded inputs](../recipes_lib/memory/activation_offload/__init__.py) | the same, to the host or the disk | `activation_checkpointing_enable(offload=True)` |
+# | 6 | [offloaded inputs](../recipes_lib/memory/activation_offload.py) | the same, to the host or the disk | `activation_checkpointing_enable(offload=True)` |
 # | 7 | [sliding window](../recipes_lib/attention/sliding_window/__init__.py), [block-sparse](../recipes_lib/attention/block_sparse/__init__.py) | time of attention | FlexAttention |
 # | 8 | [RoPE scaling](../recipes_lib/architecture/rope.py) | the loss beyond the trained length | `rope_parameters` in config.json |
 #

@@ -29,10 +29,7 @@ parameter. And in `torch.utils.checkpoint` the first forward still makes a graph
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,9 +43,8 @@ from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
-from recipes_lib.memory._disk import directory_on_disk
+from recipes_lib.memory._stores import SavedStorage, Store, layout_of, make_store
 
-CPU = torch.device("cpu")
 SMALLEST = 4096  # bytes: norms and biases stay
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -82,9 +78,9 @@ def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None
     itself. Returns `model`.
 
     Args:
-        to: "host" is pinned memory, from which a second CUDA stream copies ahead; "disk" are files,
+        to: "host" is pinned memory, from which a second CUDA stream copies ahead; "disk" is a file,
             which a thread reads ahead.
-        directory: of the files; None is /var/tmp.
+        directory: of the file; None is /var/tmp.
     """
     require_causal_lm(model)
     check_choice(("host", "disk"), to=to)
@@ -96,16 +92,10 @@ def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None
             "the blocks have no frozen weights, and only those can wait elsewhere: "
             "apply_lora or apply_qlora first"
         )
-    device = places[0][0].parameter.device
+    device = next(blocks[0].parameters()).device
     if to == "host" and device.type != "cuda" and not dry():
         raise ValueError(f"to='host': the weights on {device} are there already; use to='disk'")
-    if dry():
-        store: Store = NoStore()
-    elif to == "host":
-        store = HostStore(device)
-    else:
-        store = DiskStore(device, directory_on_disk(directory))
-    weights = StreamedWeights(places, store)
+    weights = StreamedWeights(places, make_store(to, device, directory))
     for number, block in enumerate(blocks):
         names = recompute.argument_names(block)
         attributes = {"checkpointed_index": number, "argument_names": names}
@@ -212,42 +202,50 @@ def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
 class Place:
     """Where a frozen weight belongs: a module and a name there."""
 
+    saved: SavedStorage  # the weight itself, wherever it is
+
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.module = module
-        self.name = name
-        self.parameter: nn.Parameter = module._parameters[name]
+        self._module = module
+        self._name = name
+        parameter: nn.Parameter = module._parameters[name]
+        self._kind = type(parameter)
         # Those of bitsandbytes, for instance; without what every tensor of a dry run has.
         usual = vars(torch.empty(0))
         self._attributes = {
-            name: value for name, value in vars(self.parameter).items() if name not in usual
+            name: value for name, value in vars(parameter).items() if name not in usual
         }
+        self._layout = layout_of(parameter)
         with real_tensors():  # so that it takes no memory in a dry run, either
-            self.empty = self._with(shape_of(self.parameter))
+            shape = torch.empty_strided(
+                parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
+            )
+            self._empty = self._parameter(shape)
 
-    def put(self, data: torch.Tensor | None) -> None:
-        """A parameter with this data; None leaves its shape alone."""
-        parameter = self.empty if data is None else self._with(data)
-        self.module._parameters[self.name] = parameter
+    def send(self, store: Store) -> None:
+        """Away with it, for good: nothing else refers to the weight then."""
+        self.saved = SavedStorage(self._module._parameters[self._name].data)
+        store.send(self.saved)
+        self.saved.arrive()
 
-    def _with(self, data: torch.Tensor) -> nn.Parameter:
+    def fill(self, device: torch.device) -> None:
+        """Put the weight in its place, when it has come back."""
+        self.saved.arrive()
+        weight = self.saved.tensor(self._layout, device)
+        self._module._parameters[self._name] = self._parameter(weight)
+
+    def clear(self) -> None:
+        """Leave a parameter without data in its place."""
+        self.saved.free()
+        self._module._parameters[self._name] = self._empty
+
+    def _parameter(self, data: torch.Tensor) -> nn.Parameter:
         """Another parameter of the same kind: of bitsandbytes, too, with its scales."""
-        kind = type(self.parameter)
-        if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
-            parameter = torch.Tensor._make_subclass(kind, data, False)
+        if issubclass(self._kind, nn.Parameter) and self._kind is not nn.Parameter:
+            parameter = torch.Tensor._make_subclass(self._kind, data, False)
         else:
             parameter = nn.Parameter(data, requires_grad=False)
         vars(parameter).update(self._attributes)
         return parameter
-
-
-def shape_of(weight: torch.Tensor) -> torch.Tensor:
-    """A tensor on "meta"."""
-    return empty_like(weight, device=torch.device("meta"))
-
-
-def empty_like(weight: torch.Tensor, *, device: torch.device) -> torch.Tensor:
-    """Its shape, strides and dtype, without asking the tensor itself: it may be on "meta"."""
-    return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
 
 
 def _frozen_weights(block: nn.Module) -> list[Place]:
@@ -267,119 +265,31 @@ class StreamedWeights:
     def __init__(self, places: list[list[Place]], store: Store) -> None:
         self._places = places
         self._store = store
-        self._on_their_way: dict[int, Any] = {}
+        self._on_their_way: set[int] = set()
         for number, of_block in enumerate(places):
-            store.keep(number, [place.parameter.data for place in of_block])
             for place in of_block:
-                # The data goes; class and scales of the parameter are still needed.
-                place.parameter = place.empty
+                place.send(store)
             self.go(number)
 
     def come(self, number: int) -> None:
         """Put the weights of a block in their places, and send for those of the next one."""
-        sent = self._on_their_way.pop(number, None)
-        if sent is None:
-            sent = self._store.send_for(number)
+        self._send_for(number)
+        self._on_their_way.remove(number)
         backward = torch._C._current_graph_task_id() != -1
         following = number - 1 if backward else number + 1
-        if following in range(len(self._places)) and following not in self._on_their_way:
-            self._on_their_way[following] = self._store.send_for(following)
-        arrived = self._store.arrive(sent)
-        for place, data in zip(self._places[number], arrived, strict=True):
-            place.put(data)
+        if following in range(len(self._places)):
+            self._send_for(following)
+        for place in self._places[number]:
+            place.fill(self._store.device)
+
+    def _send_for(self, number: int) -> None:
+        if number in self._on_their_way:
+            return
+        self._on_their_way.add(number)
+        for place in self._places[number]:
+            self._store.fetch(place.saved)
 
     def go(self, number: int) -> None:
         """Take the weights of a block away. The graph keeps those that its backward will read."""
         for place in self._places[number]:
-            place.put(None)
-
-
-# --- where they wait ------------------------------------------------------------------------------
-
-
-class HostStore:
-    """Pinned memory, copied ahead on a second CUDA stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._kept: dict[int, list[torch.Tensor]] = {}
-
-    def keep(self, number: int, weights: list[torch.Tensor]) -> None:
-        self._kept[number] = [weight.cpu().pin_memory() for weight in weights]
-
-    def send_for(self, number: int) -> tuple[list[torch.Tensor], torch.cuda.Event]:
-        kept = self._kept[number]
-        # Memory of the computing stream: by the time that it is free again, that has read it.
-        arriving = [empty_like(weight, device=self._device) for weight in kept]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for target, source in zip(arriving, kept, strict=True):
-                target.copy_(source, non_blocking=True)
-        return arriving, self._stream.record_event()
-
-    def arrive(self, sent: tuple[list[torch.Tensor], torch.cuda.Event]) -> list[torch.Tensor]:
-        arriving, copied = sent
-        torch.cuda.current_stream(self._device).wait_event(copied)
-        return arriving
-
-
-class DiskStore:
-    """A file for each block, in a folder that goes with the model; one thread reads ahead."""
-
-    def __init__(self, device: torch.device, directory: Path) -> None:
-        self._device = device
-        self._folder = tempfile.TemporaryDirectory(dir=directory, prefix="layer-streaming-")
-        self._worker = ThreadPoolExecutor(max_workers=1)
-        self._shapes: dict[int, list[torch.Tensor]] = {}  # on "meta"
-
-    def keep(self, number: int, weights: list[torch.Tensor]) -> None:
-        self._shapes[number] = [shape_of(weight) for weight in weights]
-        with self._path(number).open("wb") as file:
-            for weight in weights:
-                file.write(_bytes_of(weight.cpu()))
-
-    def send_for(self, number: int) -> tuple[list[torch.Tensor], Future]:
-        # Made here and not in the thread, of which an account of memory would know nothing.
-        arriving = [empty_like(weight, device=CPU) for weight in self._shapes[number]]
-        views = [_bytes_of(weight) for weight in arriving]
-        return arriving, self._worker.submit(_read, self._path(number), views)
-
-    def arrive(self, sent: tuple[list[torch.Tensor], Future]) -> list[torch.Tensor]:
-        arriving, read = sent
-        read.result()
-        return [weight.to(self._device) for weight in arriving]
-
-    def _path(self, number: int) -> Path:
-        return Path(self._folder.name) / f"{number}.weights"
-
-
-def _read(path: Path, views: list[memoryview]) -> None:
-    with path.open("rb") as file:
-        for view in views:
-            file.readinto(view)
-
-
-def _bytes_of(weight: torch.Tensor) -> memoryview:
-    return memoryview(weight.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-class NoStore:
-    """In a dry run: what is away takes no memory, and comes back without data."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, list[torch.Tensor]] = {}
-
-    def keep(self, number: int, weights: list[torch.Tensor]) -> None:
-        with real_tensors():
-            self._kept[number] = [shape_of(weight) for weight in weights]
-        self._device = weights[0].device
-
-    def send_for(self, number: int) -> list[torch.Tensor]:
-        return [empty_like(weight, device=self._device) for weight in self._kept[number]]
-
-    def arrive(self, sent: list[torch.Tensor]) -> list[torch.Tensor]:
-        return sent
-
-
-Store = HostStore | DiskStore | NoStore
+            place.clear()

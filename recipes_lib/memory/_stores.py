@@ -1,11 +1,13 @@
-"""Where activation_offload puts what forward saves: pinned host memory, or a file on a disk.
+"""Where tensors of a device wait until they are needed: pinned host memory, or a file on a disk.
 
 A store moves one storage at a time, in the background:
 
+    saved = SavedStorage(tensor)
     store.send(saved)     start the way out: `saved.bytes` is being copied away
     store.fetch(saved)    start the way back: `saved.bytes` is being filled again
     saved.arrive()        wait for the way that was started last
-    store.close()         at the end of the context
+    saved.free()          the device has it no longer
+    store.close()         nothing comes back after that
 """
 
 from __future__ import annotations
@@ -17,9 +19,28 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from recipes_lib.core.measure import dry
+
+# /tmp may be memory; /var/tmp is meant to survive a restart.
+DIRECTORY = "/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir()
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """How this one does."""
+    return Layout(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class SavedStorage:
@@ -47,6 +68,18 @@ class SavedStorage:
         self.wait = None  # first: an error would refer to the graph, and the graph to us
         if wait is not None:
             wait()
+
+    def free(self) -> None:
+        """Leave the memory of the device to others."""
+        self.source = None
+        self.bytes = None
+
+    def tensor(self, layout: Layout, device: torch.device) -> torch.Tensor:
+        """A tensor that lies in this storage, when it has come back."""
+        self.bytes = self.bytes.to(device)  # from a disk it comes into host memory
+        whole = self.size // layout.dtype.itemsize * layout.dtype.itemsize
+        elements = self.bytes[:whole].view(layout.dtype)
+        return elements.as_strided(layout.shape, layout.strides, layout.offset)
 
 
 class HostStore:
@@ -155,3 +188,41 @@ class NoStore:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+Store = HostStore | DiskStore | NoStore
+
+
+def make_store(to: str, device: torch.device, directory: str | None) -> Store:
+    """A store for tensors of this device: on the "host", or in a file on the "disk"."""
+    if dry():
+        return NoStore(device)
+    if to == "host":
+        return HostStore(device)
+    return DiskStore(device, directory_on_disk(directory))
+
+
+# --- a folder on a disk, and not one in memory ----------------------------------------------------
+
+
+def directory_on_disk(directory: str | Path | None) -> Path:
+    """`directory`, by default /var/tmp."""
+    path = Path(directory or DIRECTORY).resolve()
+    if _file_system(path) == "tmpfs":
+        raise ValueError(f"{path} is a RAM disk, which saves no memory: give `directory` on a disk")
+    return path
+
+
+def _file_system(directory: Path) -> str | None:
+    """The kind of file system under `directory` on Linux, where /tmp may be memory; else None."""
+    table = Path("/proc/mounts")
+    if not table.exists():
+        return None
+    kinds = {}
+    for line in table.read_text().splitlines():
+        _device, mount_point, kind, *_options = line.split()
+        kinds[mount_point] = kind
+    for path in (directory, *directory.parents):
+        if str(path) in kinds:
+            return kinds[str(path)]
+    return None

@@ -22,10 +22,7 @@ Source     torch.autograd.graph.saved_tensors_hooks, PyTorch docs; ZeRO-Infinity
 
 Traps: /tmp may be memory; a hook that returns its input leaks the graph; in-place writes race
 with a copy. All three are handled here. Under autocast a weight is cast again in backward, so it
-must not be written to in between: that is a RuntimeError. The stores themselves are in
-stores.py.
-
-stores  ... where they go: host memory, or files
+must not be written to in between: that is a RuntimeError.
 """
 
 from __future__ import annotations
@@ -43,11 +40,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recipes_lib.core.checks import check_choice
-from recipes_lib.core.measure import dry
 from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.memory._disk import directory_on_disk
-from recipes_lib.memory.activation_offload.stores import DiskStore, HostStore, NoStore, SavedStorage
+from recipes_lib.memory._stores import Layout, SavedStorage, Store, layout_of, make_store
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -102,24 +97,19 @@ def offload_activations(
         raise ValueError(
             f"to='host': the activations of a model on {device} are there already; use to='disk'"
         )
-    if dry():
-        make_store = functools.partial(NoStore, device)
-    elif to == "host":
-        make_store = functools.partial(HostStore, device)
-    else:
-        make_store = functools.partial(DiskStore, device, directory_on_disk(directory))
-    return _offloading(model, make_store, min_bytes, in_flight)
+    open_store = functools.partial(make_store, to, device, directory)
+    return _offloading(model, open_store, min_bytes, in_flight)
 
 
 @contextlib.contextmanager
 def _offloading(
     model: Any,
-    make_store: Callable[[], HostStore | DiskStore | NoStore],
+    open_store: Callable[[], Store],
     min_bytes: int,
     in_flight: int,
 ) -> Iterator[Offloader]:
     blocks = decoder_blocks(model)
-    store = make_store()  # not before: it opens a file, and somebody has to close that
+    store = open_store()  # not before: it opens a file, and somebody has to close that
     offloader = Offloader(model, store, min_bytes, in_flight)
     with (
         contextlib.closing(store),
@@ -141,10 +131,7 @@ class Away(NamedTuple):
     """What the graph keeps of a tensor that moved: the storage, and how the tensor lies in it."""
 
     saved: SavedStorage
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    strides: tuple[int, ...]
+    layout: Layout
 
 
 class Cast(NamedTuple):
@@ -163,9 +150,7 @@ class Cast(NamedTuple):
 class Offloader:
     """The pair of hooks: storages go out in the order of forward and come back in reverse."""
 
-    def __init__(
-        self, model: Any, store: HostStore | DiskStore | NoStore, min_bytes: int, in_flight: int
-    ) -> None:
+    def __init__(self, model: Any, store: Store, min_bytes: int, in_flight: int) -> None:
         self.moved_bytes = 0
         self._parameters = set(model.parameters())
         self._store = store
@@ -207,7 +192,7 @@ class Offloader:
             self._going_out.append(saved)
             self.moved_bytes += size
         self._order.append(weakref.ref(saved))
-        return Away(saved, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return Away(saved, layout_of(tensor))
 
     def unpack(self, packed: Here | Away | Cast) -> torch.Tensor:
         if isinstance(packed, Cast):
@@ -224,10 +209,7 @@ class Offloader:
         self._coming_back.discard(saved)
         self._fetch_ahead()  # while this one arrives and is used
         saved.arrive()
-        saved.bytes = saved.bytes.to(self._store.device)  # from disk it comes into host memory
-        whole = saved.bytes.numel() // packed.dtype.itemsize * packed.dtype.itemsize
-        elements = saved.bytes[:whole].view(packed.dtype)
-        return elements.as_strided(packed.shape, packed.strides, packed.offset)
+        return saved.tensor(packed.layout, self._store.device)
 
     def _movable_bytes(self, tensor: torch.Tensor) -> int:
         """Bytes of the tensor's storage, 0 if it has to stay."""
@@ -255,8 +237,7 @@ class Offloader:
             saved = self._going_out.pop(0)
             saved.arrive()
             _require_version(saved.source, saved.version)
-            saved.source = None
-            saved.bytes = None
+            saved.free()
 
     def _fetch_ahead(self) -> None:
         """Start the way back of those that backward will need next."""
