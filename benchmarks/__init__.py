@@ -10,7 +10,7 @@ on_your_card        docs/on-your-card.md: what the notebooks need on each kind o
 long_card           docs/long-card.md: 262,144 tokens on 24 GB
 
 gpu                 the command of `make gpu`: every part in a process of its own
-parts, sizes        ... what it measures, and how large on each kind of machine
+sizes               ... how large on each kind of machine
 versus              ... each recipe beside the library that does the same
 rope                ... loss along texts beyond the training, with each scaling of positions
 long_steps          ... the longest steps: of every weight, and of QLoRA on 24 GB
@@ -20,7 +20,6 @@ architecture        small models trained both ways, and norms
 depths              deep and thin at equal weights
 distillation        a student with its teacher and without
 muon                Muon beside AdamW
-long_finetune       a fine-tuning run that is long enough to see
 quantization_aware  training with the rounding that the file will have, and without
 edge                SmolLM2 in a .pte: bytes, load, perplexity and speed, beside generate
 int8_images         MobileNetV2 in 8 bits: time by image size, layers, accuracy

@@ -1,17 +1,11 @@
 """Parts of the architecture on this machine: a small model trained both ways, and norms in GB/s.
 
-python -m benchmarks.architecture                 some minutes of one core
-python -m benchmarks.architecture --short         the form that a notebook runs
-python -m benchmarks.architecture --parts norms   that part, and the others as they are in the file
-
-It writes runs/architecture.json: the machine, and the parts `norms`, `healing`, `small_models`.
-`python -m benchmarks.record` keeps the file once it has all of them in full size.
+python -m benchmarks.architecture      some minutes of one core
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +31,6 @@ class Settings:
     healed_steps: int = 300  # before the heads are pooled, and a fifth of that after
     rounds: int = 20  # of a norm
 
-
-SHORT = Settings(steps=150, healed_steps=150, rounds=5)
 
 # --- the parts ------------------------------------------------------------------------------------
 
@@ -94,24 +86,18 @@ def copy_cost(*, rows: int, hidden: int, dtype: torch.dtype, rounds: int) -> dic
     return {"seconds": min(seconds), "bytes_per_second": moved / min(seconds), "error": 0.0}
 
 
-PARTS: dict[str, Callable[[Settings], dict[str, Any]]] = {
-    "norms": norms,
-    "healing": healing,
-    "small_models": small_models,
-}
-
 # --- the command ----------------------------------------------------------------------------------
 
 
-def measured(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for part in options.parts:
-        yield {part: PARTS[part](settings)}
+def measured(settings: Settings) -> Iterator[dict[str, Any]]:
+    """The parts, one after the other."""
+    for part in (norms, healing, small_models):
+        yield {part.__name__: part(settings)}
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Run the parts, write the file after each, and return where it is."""
-    about = {"about": __doc__, "arguments": arguments, "parts": list(PARTS), "short": SHORT}
-    return study.run("architecture", Settings(), measured, **about)
+    """Measure the parts, write the file after each, and return where it is."""
+    return study.run("architecture", Settings(), measured, about=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

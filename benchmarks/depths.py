@@ -1,14 +1,10 @@
 """Deep and thin on this machine: small models of equal weights and several depths, three seeds.
 
-python -m benchmarks.depths                 some ten minutes of one core
-python -m benchmarks.depths --short         fewer steps
-
-It writes runs/depths.json. `python -m benchmarks.record` keeps a file in full size.
+python -m benchmarks.depths      some ten minutes of one core
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +43,7 @@ class Settings:
     seq_len: int = 64
 
 
-def compare(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def compare(settings: Settings) -> Iterator[dict[str, Any]]:
     """All depths at once. `losses` are held-out, in nats per byte, one per seed."""
     text = bytes_of("train")
     held_out = rows_of(bytes_of("validation"), HELD_OUT_ROWS, settings.seq_len, seed=0)
@@ -106,8 +102,7 @@ def seconds_per_token(models: dict[int, Any]) -> dict[int, float]:
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Train all depths, write the file, and return where it is."""
-    short = Settings(steps=60)
-    return study.run("depths", Settings(), compare, about=__doc__, arguments=arguments, short=short)
+    return study.run("depths", Settings(), compare, about=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A student with its teacher and without: held-out loss after equal steps, over several seeds.
 
-python -m benchmarks.distillation --minutes 20
+python -m benchmarks.distillation
 
 The student is SmolLM2 without some of its blocks: those with the least influence on text of the
 training set go. Every way trains the same student on the same rows in the same order:
@@ -8,18 +8,16 @@ training set go. Every way trains the same student on the same rows in the same 
     labels     cross-entropy with the text
     teacher    half of the loss is the teacher's distribution
 
-A seed decides which rows come, and in which order. Each way of each seed takes as many steps: those
-that fit into the minutes, after a step of each way has been timed. The text is Python's own
-standard library, and what is held out comes from other modules. On a CPU seconds are those of this
-thread, so other programs on the machine disturb them little.
+A seed decides which rows come, and in which order. The text is Python's own standard library, and
+what is held out comes from other modules. On a CPU seconds are those of this thread, so other
+programs on the machine disturb them little.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +32,7 @@ from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.core.model.sizes import weight_bytes
+from recipes_lib.workflows.bench.kernels import now
 
 WAYS = ("labels", "teacher")
 NEW_TOKENS = 32  # whose seconds are taken
@@ -45,7 +44,7 @@ class Settings:
     """What is trained, and for how long. `steps` are those of each run."""
 
     seeds: int = 3
-    steps: int = 8
+    steps: int = 44
     keep: int = 20  # blocks of the student
     rows: int = 2  # of a step
     seq: int = 256
@@ -55,8 +54,8 @@ class Settings:
     teacher_share: float = 0.5
 
 
-def compare(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What there is after each run. `options.minutes` decide the steps, if given."""
+def compare(settings: Settings) -> Iterator[dict[str, Any]]:
+    """What there is after each run."""
     tokenizer = load_tokenizer()
     text = partial(study.text_rows, tokenizer, tokens=settings.seq)
     teacher = load_model()
@@ -64,17 +63,11 @@ def compare(settings: Settings, options: argparse.Namespace) -> Iterator[dict[st
     influence = block_influence(teacher, [study.batch_of([row]) for row in calibration])
     blocks = choose_blocks(influence, keep=settings.keep)
     held_out = text("validation", count=settings.held_out)
-    if options.minutes is not None:
-        students = [partial(student_of, teacher, blocks, way, settings) for way in WAYS]
-        seconds = 60 * options.minutes / settings.seeds
-        batch = study.batch_of(held_out[: settings.rows])
-        settings = replace(settings, steps=study.steps_that_fit(students, batch, seconds=seconds))
     pool = text("train", count=2 * settings.steps * settings.rows)
 
     student = make_student(teacher, blocks=blocks)
     content = {
         "source": model_source(),
-        "settings": asdict(settings),
         "influence": influence,
         "blocks": blocks,
         "teacher": held_out_loss(teacher, held_out),
@@ -137,16 +130,15 @@ def decode_seconds(models: dict[str, Any], row: Row) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(ROUNDS):
         for name, model in models.items():
-            start = study.clock()
+            start = now()
             model.eval().generate(prompt, **options)
-            seconds[name].append((study.clock() - start) / NEW_TOKENS)
+            seconds[name].append((now() - start) / NEW_TOKENS)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison, and write the file after each run of a way."""
-    about = {"about": __doc__, "arguments": arguments}
-    study.run("distillation", Settings(), compare, minutes=True, **about)
+    study.run("distillation", Settings(), compare, about=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

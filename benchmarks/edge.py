@@ -1,9 +1,8 @@
 """SmolLM2 in a `.pte`: what the file weighs, loads and writes, beside `generate` of transformers.
 
 python -m benchmarks.edge
-python -m benchmarks.edge --parts times            once more, with the files that are there
 
-Four things are measured, each as a part of the run:
+Four things are measured:
 
     export    the files are made in another process; this takes most of the time
     quality   perplexity of the whole model: fp32, rounded in eager mode, and from the file; and
@@ -19,7 +18,6 @@ The files stay in `runs/edge/smollm2`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -49,7 +47,6 @@ from recipes_lib.edge.language_model import (
 from recipes_lib.precision.quantization_aware import apply_rounding
 from recipes_lib.workflows.on_device.background import in_background
 
-PARTS = ("export", "quality", "load", "times")
 WHOLE = 30  # blocks of SmolLM2-135M
 SHORT = 6
 PAD = 0  # no row is padded
@@ -285,25 +282,20 @@ def one_turn(write: Callable[[int], Any], new_tokens: int) -> dict[str, float]:
 # --- the run --------------------------------------------------------------------------------------
 
 
-def measured(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The parts in their order, and what each found up to now."""
+def measured(settings: Settings) -> Iterator[dict[str, Any]]:
+    """What each part found, one after the other."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = runs_dir() / "edge" / "smollm2"
-    yield {"source": model_source()}
-    if "export" in options.parts:
-        yield {"export": export(folder)}
-    if "quality" in options.parts:
-        yield {"quality": quality(folder, settings)}
-    if "load" in options.parts:
-        yield {"load": load(folder)}
-    if "times" in options.parts:
-        for found in times(folder, settings):
-            yield {"times": found}
+    yield {"source": model_source(), "export": export(folder)}
+    yield {"quality": quality(folder, settings)}
+    yield {"load": load(folder)}
+    for found in times(folder, settings):
+        yield {"times": found}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the parts, and write the file after each of them."""
-    study.run("edge", Settings(), measured, about=__doc__, arguments=arguments, parts=PARTS)
+    study.run("edge", Settings(), measured, about=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

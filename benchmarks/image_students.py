@@ -1,8 +1,6 @@
 """A MobileNet with an EfficientNet as its teacher, over three seeds: wrong answers, and time.
 
-python -m benchmarks.image_students                    some ten minutes of one core
-python -m benchmarks.image_students --parts times      once more, without training
-python -m benchmarks.image_students --short            fewer images and turns
+python -m benchmarks.image_students      some ten minutes of one core
 
     seeds    per seed a teacher, a student from the labels alone, and a student with the teacher;
              the latter two once with all images, and once smaller, with few of them
@@ -15,7 +13,6 @@ networks as they begin.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -40,7 +37,6 @@ from recipes_lib.workflows.on_device.classify import (
     train_classifier,
 )
 
-PARTS = ("seeds", "times")
 ALONE = "labels"
 TAUGHT = "teacher"
 LEARNING_RATE = 0.1
@@ -62,11 +58,6 @@ class Settings:
     seeds: int = 3
     turns: int = 31
     seconds: float = 0.05  # of one network in one turn
-
-
-SHORT = Settings(
-    train=130, test=100, few=70, epochs=1, few_epochs=1, seeds=1, turns=3, seconds=0.01
-)
 
 
 # --- seeds ----------------------------------------------------------------------------------------
@@ -142,22 +133,19 @@ def times(settings: Settings, folder: Path) -> dict[str, Any]:
 # --- the run --------------------------------------------------------------------------------------
 
 
-def measured(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The parts in their order, and what each found up to now."""
-    yield {"executorch": version("executorch")}
-    if "seeds" in options.parts:
-        rows = []
-        for seed in range(settings.seeds):
-            rows.append(of_seed(seed, settings))
-            yield {"seeds": rows}
-    if "times" in options.parts:
-        yield {"times": times(settings, runs_dir() / "image_students")}
+def measured(settings: Settings) -> Iterator[dict[str, Any]]:
+    """What there is after each seed, and the times."""
+    rows = []
+    for seed in range(settings.seeds):
+        rows.append(of_seed(seed, settings))
+        yield {"seeds": rows}
+    of_both = times(settings, runs_dir() / "image_students")
+    yield {"times": of_both, "executorch": version("executorch")}
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Measure the parts, write the file after each step of them, and return where it is."""
-    about = {"about": __doc__, "arguments": arguments, "parts": PARTS, "short": SHORT}
-    return study.run("image_students", Settings(), measured, **about)
+    """Measure, write the file after each step, and return where it is."""
+    return study.run("image_students", Settings(), measured, about=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ What is not installed, or fails, gets a row that says why. Programs beside PyTor
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import statistics
@@ -229,7 +228,7 @@ def stay_on_one_core() -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
-def measured(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measured(settings: Settings) -> Iterator[dict[str, Any]]:
     """The rows after each round."""
     stay_on_one_core()
     texts = texts_of(new_tokens=settings.new_tokens, prompt=settings.prompt)

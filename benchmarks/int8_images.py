@@ -1,10 +1,8 @@
 """MobileNetV2 in 8 bits through ONNX Runtime: its time at several image sizes, and its accuracy.
 
-python -m benchmarks.int8_images                    some six minutes of one core
-python -m benchmarks.int8_images --parts times      once more, without training
-python -m benchmarks.int8_images --short            fewer images and turns
+python -m benchmarks.int8_images      some six minutes of one core
 
-Three things are measured, each as a part of the run:
+Three things are measured:
 
     accuracy    a network is trained on digits, enlarged to `PIXELS` a side; how many of the
                 held-out digits each of its files reads, and what ONNX Runtime makes of the file
@@ -17,7 +15,6 @@ networks have their first weights.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -42,7 +39,6 @@ from recipes_lib.edge.onnx_export import (
 )
 from recipes_lib.workflows.on_device.classify import accuracy, train_classifier
 
-PARTS = ("accuracy", "layers", "times")
 PIXELS = 96  # of a side, in the network that is trained
 SIZES = (32, 64, 96, 128, 160, 224)
 WIDTH = 1.0
@@ -71,9 +67,6 @@ class Settings:
     seconds: float = 0.05  # of one way in one turn
     forwards: int = 100  # whose layers are timed
     seed: int = 1
-
-
-SHORT = Settings(train=70, test=100, epochs=1, calibration=32, turns=3, seconds=0.01, forwards=10)
 
 
 def enlarged(images: Images, pixels: int) -> Images:
@@ -184,13 +177,13 @@ def kinds_of_convolutions(count: int) -> list[str]:
 
 
 def times(
-    trained: dict[str, Path] | None, settings: Settings, folder: Path
+    trained: dict[str, Path], settings: Settings, folder: Path
 ) -> Iterator[list[dict[str, Any]]]:
     """Milliseconds of one image in each way, turn by turn; after each size, what there is."""
     rows = []
     for pixels in SIZES:
         files = trained
-        if pixels != PIXELS or trained is None:
+        if pixels != PIXELS:
             files = untrained_files(pixels, settings, folder / str(pixels))
         models = {way: load_onnx(path) for way, path in files.items()}
         of_ways = turns.in_turns(
@@ -215,29 +208,20 @@ def an_image(pixels: int) -> torch.Tensor:
 # --- the run --------------------------------------------------------------------------------------
 
 
-def measured(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The parts in their order, and what each found up to now."""
-    yield {"pixels": PIXELS, "width": WIDTH, "onnxruntime": version("onnxruntime")}
-    parts = options.parts
+def measured(settings: Settings) -> Iterator[dict[str, Any]]:
+    """What each part found, one after the other."""
     folder = runs_dir() / "int8_images"
-    files = None
-    if "accuracy" in parts:
-        files, found = trained_files(settings, folder / "trained")
-        yield {"accuracy": found}
-    if "layers" in parts:
-        of_layers = files
-        if files is None:
-            of_layers = untrained_files(PIXELS, settings, folder / str(PIXELS))
-        yield {"layers": layers(of_layers, settings.forwards)}
-    if "times" in parts:
-        for rows in times(files, settings, folder):
-            yield {"times": rows}
+    files, found = trained_files(settings, folder / "trained")
+    facts = {"pixels": PIXELS, "width": WIDTH, "onnxruntime": version("onnxruntime")}
+    yield facts | {"accuracy": found}
+    yield {"layers": layers(files, settings.forwards)}
+    for rows in times(files, settings, folder):
+        yield {"times": rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Measure the parts, write the file after each step of them, and return where it is."""
-    about = {"about": __doc__, "arguments": arguments, "parts": PARTS, "short": SHORT}
-    return study.run("int8_images", Settings(), measured, **about)
+    """Measure, write the file after each step, and return where it is."""
+    return study.run("int8_images", Settings(), measured, about=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

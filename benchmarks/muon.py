@@ -12,7 +12,6 @@ A run is `seconds` per step, too, but nothing here takes turns: compare them onl
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -51,7 +50,7 @@ class Settings:
     rates: tuple[float, ...] = (2e-4, 6e-4)
 
 
-def compare(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def compare(settings: Settings) -> Iterator[dict[str, Any]]:
     """The study after each run."""
     tokenizer = load_tokenizer()
     rows = list(load_instructions(tokenizer, max_tokens=settings.tokens, limit=1000))

@@ -1,6 +1,6 @@
 """What training on a four-bit grid wins back: SmolLM2, after equal steps on equal text.
 
-python -m benchmarks.quantization_aware --minutes 20
+python -m benchmarks.quantization_aware
 
 Every way trains the same model on the same rows in the same order, each at a learning rate that is
 good for it. All end on the same grid: four bits in groups of 64, output layer and embedding in 8
@@ -26,10 +26,9 @@ On a CPU seconds are those of this thread.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,7 +57,7 @@ class Settings:
     """What is trained, and for how long. `steps` are those of each run."""
 
     seeds: int = 3
-    steps: int = 12
+    steps: int = 30
     weight_bits: int = 4
     group: int = 64
     rows: int = 4  # of a step
@@ -80,19 +79,13 @@ class Settings:
         return self.aware_lr
 
 
-def compare(settings: Settings, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What there is after each run. `options.minutes` decide the steps, if given."""
+def compare(settings: Settings) -> Iterator[dict[str, Any]]:
+    """What there is after each run."""
     text = partial(study.text_rows, load_tokenizer(), tokens=settings.seq)
     held_out = text("validation", count=settings.held_out)
-    if options.minutes is not None:
-        models = [partial(prepared, way, settings) for way in WAYS]
-        seconds = 60 * options.minutes / settings.seeds
-        batch = study.batch_of(held_out[: settings.rows])
-        settings = replace(settings, steps=study.steps_that_fit(models, batch, seconds=seconds))
     pool = text("train", count=2 * settings.steps * settings.rows)
     content = {
         "source": model_source(),
-        "settings": asdict(settings),
         "untrained": both_perplexities(load_model(), held_out, settings),
         "runs": [],
     }
@@ -151,8 +144,7 @@ def both_perplexities(model: Any, held_out: Sequence[Row], settings: Settings) -
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison, and write the file after each run of a way."""
-    about = {"about": __doc__, "arguments": arguments}
-    study.run("quantization_aware", Settings(), compare, minutes=True, **about)
+    study.run("quantization_aware", Settings(), compare, about=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The sizes fill a machine of their tier and end within the seconds of `gpu.CALLS`. FAST is for tests:
 it proves that the code runs.
 
-    full            full fine-tuning, for `ladder` and `versus`
+    full            full fine-tuning, for `versus`
     qlora           the largest shape for QLoRA
     rope            arguments of `rope.stretched`
     longest, context

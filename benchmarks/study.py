@@ -4,10 +4,10 @@
 
 Every field of the settings is an option of the command line. The file is written after each thing
 that was measured, and the table that it becomes is printed, so a run that is cut leaves what it
-has. The file says `complete` only when the whole run in full size has ended, and
-`benchmarks.record` takes no other.
+has. The file says `complete` only when the whole run has ended, and `benchmarks.record` takes no
+other.
 
-What several programs measure in the same way is here, too: seconds, and a short training.
+A short training, which several programs measure in the same way, is here, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -30,11 +29,10 @@ from benchmarks.record import keep, write_whole
 from recipes_lib.core.data import collate, load_text
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.data.evaluation import text_windows
-from recipes_lib.core.measure.machine import machine, synchronize
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.provenance import provenance, runs_dir
+from recipes_lib.workflows.bench.kernels import now
 
-# What has to be the same for parts that stand in one file.
-SAME = ("name", "native_bf16", "date", "fast", "short")
 PAD = 0  # no row is padded
 # The blocks of `templates/tables.j2` that a program fills, where they have other names.
 BLOCKS = {
@@ -46,8 +44,7 @@ BLOCKS = {
 }
 
 Content = dict[str, Any]
-# (settings, options) -> what there is to write, again and again
-Measured = Callable[[Any, argparse.Namespace], Iterator[Content]]
+Measured = Callable[[Any], Iterator[Content]]  # settings -> what there is to write, again and again
 
 # --- the command ----------------------------------------------------------------------------------
 
@@ -59,9 +56,6 @@ def run(
     *,
     about: str,
     arguments: Sequence[str] | None = None,
-    parts: Sequence[str] = (),
-    short: Any = None,
-    minutes: bool = False,
 ) -> Path:
     """Measure, write `runs/<name>.json` after each step, and return where it is.
 
@@ -69,54 +63,31 @@ def run(
         settings: a dataclass with everything that can be chosen.
         about: what the program does; the first line is for `--help`.
         arguments: of the command line; None takes those that the program was called with.
-        parts: that can be measured one by one with `--parts`.
-        short: the settings of `--short`.
-        minutes: whether the time can be limited with `--minutes`.
-    Raises ValueError if only some parts run and the others in the file are of another machine or
-    day.
     """
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    if minutes:
-        parser.add_argument("--minutes", type=float, help="of all runs together")
-    if parts:
-        parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
-    if short is not None:
-        parser.add_argument("--short", action="store_true", help="small sizes")
-    _add_settings(parser, settings)
-    options = parser.parse_args(arguments)
-    is_short = getattr(options, "short", False)
-    if is_short:
-        settings = short
-    chosen = {field.name: getattr(options, field.name) for field in fields(settings)}
-    settings = replace(settings, **{name: v for name, v in chosen.items() if v is not None})
-
+    for field in fields(settings):
+        _add_option(parser, field.name, getattr(settings, field.name))
+    settings = replace(settings, **vars(parser.parse_args(arguments)))
     path = runs_dir() / f"{name}.json"
-    facts = provenance() | {"short": is_short}
-    content = facts | {"settings": asdict(settings), "complete": False}
-    if parts:
-        content |= parts_to_keep(path, facts, [part for part in parts if part not in options.parts])
+    content = provenance() | {"settings": asdict(settings), "complete": False}
     torch.set_num_threads(1)
-    for found in measured(settings, options):
+    for found in measured(settings):
         content |= found
         save(path, content)
         print(*filter(None, tables(name, content)), sep="\n\n", flush=True)
-    content["complete"] = not is_short and all(part in content for part in parts)
-    save(path, content)
+    save(path, content | {"complete": True})
     print(path)
     return path
 
 
-def _add_settings(parser: argparse.ArgumentParser, settings: Any) -> None:
-    for field in fields(settings):
-        default = getattr(settings, field.name)
-        kind = type(default)
-        many = {}
-        if isinstance(default, tuple):
-            kind = type(default[0])
-            many = {"nargs": "+"}
-        option = f"--{field.name.replace('_', '-')}"
-        # No default: the settings may be those of `--short`.
-        parser.add_argument(option, type=kind, **many, help=f"by default {default}")
+def _add_option(parser: argparse.ArgumentParser, name: str, default: Any) -> None:
+    kind = type(default)
+    many = {}
+    if isinstance(default, tuple):
+        kind = type(default[0])
+        many = {"nargs": "+"}
+    told = {"type": kind, "default": default, "help": f"by default {default}"}
+    parser.add_argument(f"--{name.replace('_', '-')}", **told, **many)
 
 
 def save(path: Path, content: Content) -> None:
@@ -134,36 +105,6 @@ def tables(name: str, content: Content) -> Iterator[str]:
             # A look at the numbers ends no measurement: a table may want what is not there yet.
             with contextlib.suppress(Exception):
                 yield block(key, folder=Path(folder))
-
-
-def parts_to_keep(path: Path, facts: Content, parts: Sequence[str]) -> Content:
-    """Those of `parts` that the file holds and that do not run again.
-
-    Raises ValueError where it is not of this machine and day: its parts would get the date of
-    today.
-    """
-    older: Content = {}
-    if path.exists():
-        older = json.loads(path.read_text(encoding="utf-8"))
-    kept = {part: older[part] for part in parts if part in older}
-    for key in SAME:
-        if kept and older.get(key) != facts.get(key):
-            raise ValueError(
-                f"{path} holds {', '.join(kept)} with {key} {older.get(key)}, and now it is "
-                f"{facts.get(key)}: run all parts, or move the file away"
-            )
-    return kept
-
-
-# --- the clock ------------------------------------------------------------------------------------
-
-
-def clock() -> float:
-    """Seconds of this thread on a CPU, so other programs disturb it little; else of the wall."""
-    if machine().device == "cpu":
-        return time.thread_time()
-    synchronize()
-    return time.perf_counter()
 
 
 # --- a short training on text ---------------------------------------------------------------------
@@ -201,9 +142,9 @@ def train(
     seconds = []
     for number in range(steps):
         batch = batch_of([pool[i] for i in order[number * rows : (number + 1) * rows]])
-        start = clock()
+        start = now()
         train_step(model, optimizer, batch)
-        seconds.append(clock() - start)
+        seconds.append(now() - start)
         schedule.step()
     return {"seconds": sum(seconds), "seconds_per_step": statistics.median(seconds)}
 
@@ -219,18 +160,3 @@ def train_step(
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def steps_that_fit(
-    models: Sequence[Callable[[], Any]], batch: dict[str, torch.Tensor], *, seconds: float
-) -> int:
-    """Steps of each run, so that one run of every model takes so many seconds together."""
-    of_all = 0.0
-    for make in models:
-        model = make()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-        train_step(model, optimizer, batch)  # makes the states
-        start = clock()
-        train_step(model, optimizer, batch)
-        of_all += clock() - start
-    return max(1, int(seconds / of_all))

@@ -19,8 +19,6 @@ from recipes_lib.core.data import IGNORED
 from recipes_lib.core.measure import in_turns, measure
 from recipes_lib.core.measure.free_memory import release_memory
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
-from recipes_lib.memory.activation_offload import offload_activations
 from recipes_lib.workflows.bench.run import LR, Bench
 
 LOSS_TOLERANCE = 1e-2  # two ways that train the same differ by rounding only
@@ -63,22 +61,6 @@ def recipe(technique: str) -> Arrange:
     return arrange
 
 
-def offloaded_checkpoints(model: Any, bench: Bench) -> Side:
-    """Of each block only the input is kept, and it waits elsewhere, as in the entry for offload.
-
-    The copies run beside the computation.
-    """
-    model = apply_activation_checkpointing(model)
-    plain_step = bench.plain(model)
-    elsewhere = "host" if model.device.type == "cuda" else "disk"
-
-    def step() -> float:
-        with offload_activations(model, to=elsewhere):
-            return plain_step()
-
-    return Side(step)
-
-
 # --- the libraries' side ------------------------------------------------------------------------
 
 
@@ -107,17 +89,6 @@ def transformers_checkpointing(model: Any, bench: Bench) -> Side:
     """The library's own checkpointing, with use_reentrant=False by default."""
     model.train()  # without this, transformers does not checkpoint
     model.activation_checkpointing_enable()
-    return Side(bench.plain(model))
-
-
-def transformers_offloaded_checkpoints(model: Any, bench: Bench) -> Side:
-    """`TrainingArguments(activation_checkpointing_kwargs={"offload": True})`, since 5.17.
-
-    Checkpoints without re-entry, which is its default, and the inputs of the blocks in pinned
-    memory. The copies run one after the other with the computation. There is nothing to tune.
-    """
-    model.train()  # without this, transformers does not checkpoint
-    model.activation_checkpointing_enable(offload=True)
     return Side(bench.plain(model))
 
 
@@ -196,13 +167,6 @@ def pairs() -> dict[str, Pair]:
     found = {}
     for technique, (name, arrange) in libraries.items():
         found[technique] = Pair(recipe(technique), name, arrange)
-    # On a CPU there is no pinned memory: PyTorch raises an error at the library's first block.
-    if machine().device == "cuda":
-        found["activation_checkpointing_and_offload"] = Pair(
-            offloaded_checkpoints,
-            "transformers activation_checkpointing_enable(offload=True)",
-            transformers_offloaded_checkpoints,
-        )
     return found
 
 

@@ -948,7 +948,7 @@ add_row("student", student_decoder)
 judge("student", student_decoder)
 
 # %% [markdown]
-# **Why not more?** In so few steps the two students can end at the same place, and in one run of each nothing can be ranked. What a student learns first is the text itself, and labels teach that as well. A real distillation takes hours and several seeds: `python -m benchmarks.distillation --minutes 60` runs both ways with three seeds.
+# **Why not more?** In so few steps the two students can end at the same place, and in one run of each nothing can be ranked. What a student learns first is the text itself, and labels teach that as well. A real distillation takes hours and several seeds: `python -m benchmarks.distillation --seeds 5` runs both ways with five seeds.
 #
 # <!-- numbers:distillation-03 -->
 # | the student learned from | held-out loss of each seed | mean | difference | verdict |

@@ -1,4 +1,4 @@
-"""The file of a program: whole, of one day, and complete only when all was measured."""
+"""The file of a program: whole, and complete only when all was measured."""
 
 import json
 from dataclasses import dataclass
@@ -15,43 +15,25 @@ class Settings:
     rates: tuple[float, ...] = (0.5,)
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Run a program with parts, and give what it wrote."""
+def test_the_file_grows_and_is_complete_when_the_run_has_ended(tmp_path, monkeypatch):
+    """The mistakes: an option that the settings do not get; two of three seeds as the whole."""
     monkeypatch.setenv("RECIPES_RUNS", str(tmp_path))
 
+    def measured(settings):
+        yield {"steps": settings.steps, "rates": settings.rates}
+        assert not json.loads((tmp_path / "test.json").read_text())["complete"]
+        if settings.steps == 0:
+            raise KeyboardInterrupt
+
     def run(*arguments):
-        def measured(settings, options):
-            for part in options.parts:
-                yield {part: settings.steps}
+        study.run("test", Settings(), measured, about="A program.", arguments=arguments)
 
-        options = {"parts": ("a", "b"), "short": Settings(steps=1), "about": "A program."}
-        path = study.run("test", Settings(), measured, arguments=list(arguments), **options)
-        return json.loads(path.read_text())
-
-    return run
-
-
-def test_options_are_the_fields_of_the_settings(run):
-    written = run("--steps", "5", "--rates", "0.1", "0.2")
-    assert (written["a"], written["settings"]["rates"]) == (5, [0.1, 0.2])
-    assert run("--short")["a"] == 1
-
-
-def test_only_a_whole_run_in_full_size_is_complete(run):
-    """The mistake: two of three seeds are read as the whole comparison."""
-    assert run()["complete"]
-    assert not run("--short")["complete"]
-
-
-def test_parts_of_another_day_do_not_get_the_date_of_today(run, tmp_path):
-    """The mistake: one part runs again, and the others seem to be measured with it."""
-    run()
-    assert run("--parts", "a", "--steps", "3")["b"] == 9
-    path = tmp_path / "test.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"date": "2026-01-01"}))
-    with pytest.raises(ValueError, match="with date 2026-01-01"):
-        run("--parts", "a")
+    run("--steps", "5", "--rates", "0.1", "0.2")
+    written = json.loads((tmp_path / "test.json").read_text())
+    assert (written["steps"], written["rates"], written["complete"]) == (5, [0.1, 0.2], True)
+    with pytest.raises(KeyboardInterrupt):
+        run("--steps", "0")
+    assert not json.loads((tmp_path / "test.json").read_text())["complete"]
 
 
 def test_what_was_measured_is_shown_as_the_texts_will_show_it():
