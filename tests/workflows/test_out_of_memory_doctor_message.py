@@ -1,4 +1,4 @@
-"""Messages as people have reported them, of PyTorch 1 to 2.6 and of what stands around it."""
+"""Messages as people have reported them, of PyTorch 2 and of what stands around it."""
 
 from typing import NamedTuple
 
@@ -10,12 +10,6 @@ from recipes_lib.workflows.out_of_memory_doctor.message import read_message
 
 MIB, GIB = 2**20, 2**30
 
-TORCH_1 = (
-    "RuntimeError: CUDA out of memory. Tried to allocate 2.93 GiB (GPU 0; 23.80 GiB total "
-    "capacity; 12.04 GiB already allocated; 2.82 GiB free; 19.69 GiB reserved in total by PyTorch) "
-    "If reserved memory is >> allocated memory try setting max_split_size_mb to avoid "
-    "fragmentation.  See documentation for Memory Management"
-)
 TORCH_2_0 = (
     "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a "
     "total capacty of 6.00 GiB of which 0 bytes is free. Of the allocated memory 2.93 GiB is "
@@ -58,27 +52,13 @@ HIP = (
     "allocated by PyTorch, and 7.10 GiB is reserved by PyTorch but unallocated. If reserved but "
     "unallocated memory is large try setting PYTORCH_HIP_ALLOC_CONF=expandable_segments:True"
 )
-TORCH_1_0 = (
-    "RuntimeError: CUDA out of memory. Tried to allocate 1024.00 KiB (GPU 0; 11.17 GiB total "
-    "capacity; 10.90 GiB already allocated; 576.00 KiB free; 30.96 MiB cached)"
-)
-XPU_BLOCK = (
-    "RuntimeError: Current platform can NOT allocate memory block with size larger than 4GB! Tried "
-    "to allocate 6.85 GiB (GPU  0; 15.56 GiB total capacity; 0 bytes already allocated; 0 bytes "
-    "reserved in total by PyTorch)"
-)
 BUS = (
     "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible "
     "that dataloader's workers are out of shared memory. Please try to raise your shared memory "
     "limit."
 )
-NO_SHM = "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-KWfVyt (size 5967872)"
 NO_SHM_FILE = (
     "RuntimeError: unable to write to file </torch_18692_1954506624>: No space left on device (28)"
-)
-PAGING = (
-    "OSError: [WinError 1455] The paging file is too small for this operation to complete. Error "
-    'loading "D:\\torch\\lib\\shm.dll" or one of its dependencies.'
 )
 DISPATCHED = (
     "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU "
@@ -93,24 +73,12 @@ NUMPY = (
     "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 201. GiB for an array with shape "
     "(2999, 2999, 2999) and data type int64"
 )
-OLD_NUMPY = "MemoryError: Unable to allocate array with shape (9681, 9681) and data type float64"
 NCCL = "NCCL WARN Failed to CUDA calloc async 608 bytes"
-PAGED = "Error out of memory at line 351 in file /home/x/bitsandbytes/csrc/pythonInterface.c"
 BITSANDBYTES = r"Error out of memory at line 88 in file D:\a\bitsandbytes\csrc\ops.cu"
 WORKER = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed."
 ELASTIC = "exitcode  : -9 (pid: 4711)\n  traceback : Signal 9 (SIGKILL) received by PID 4711"
-SLURM = "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=1.0"
 JUPYTER = "The kernel appears to have died. It will restart automatically."
-VS_CODE = "Canceled future for execute_request message before replies were done"
-COLAB = "Your session crashed after using all available RAM."
-JAX = (
-    "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes."
-)
 NO_NUMBERS = "RuntimeError: CUDA error: out of memory"
-XPU_SMALL = (
-    "RuntimeError: XPU out of memory. Tried to allocate 1.71 GiB (GPU 0; 15.56 GiB total capacity; "
-    "176.00 MiB already allocated; 176.00 MiB reserved in total by PyTorch)"
-)
 
 
 class Form(NamedTuple):
@@ -125,16 +93,6 @@ class Form(NamedTuple):
 ROOM = "set_per_process_memory_fraction"
 RECIPE = "micro-batches"  # the first of all recipes: there is no better advice
 FORMS = [
-    # Of torch 1: what is reserved but unallocated is not said, it is a difference.
-    Form(
-        TORCH_1,
-        "CUDA",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        {"asked": 2.93, "limit": 23.8, "allocated": 12.04, "free": 2.82, "unallocated": 7.65},
-    ),
-    Form(
-        TORCH_1_0, "CUDA", "memory in one piece", {"limit": 11.17, "unallocated": 0.03, "others": 0}
-    ),
     # 0.77 GiB are not accounted for: our own CUDA context, not another process.
     Form(
         TORCH_2_0,
@@ -151,39 +109,25 @@ FORMS = [
         {"asked": 1.5, "limit": 20, "allocated": 19, "unallocated": 0.234, "others": 0},
     ),
     Form(HIP, "ROCm", "PYTORCH_HIP_ALLOC_CONF", {"asked": 6.64, "limit": 19.92, "free": 6.22}),
-    Form(XPU_SMALL, "XPU", RECIPE, {"asked": 1.71, "limit": 15.56, "unallocated": 0}),
-    Form(XPU_BLOCK, "XPU", "no tensor above 4 GiB", {"asked": 6.85, "limit": 15.56}),
     Form(MPS, "MPS", RECIPE, {"asked": 1, "limit": 18.13, "allocated": 17.5}),
-    Form("RuntimeError: Invalid buffer size: 19.45 GB", "MPS", "smaller", {"asked": 19.45}),
     Form(CPU, "host", RECIPE, {"asked": 116813856768 / GIB}),
     Form(NUMPY, "host", "read in parts", {"asked": 201}),
-    Form(OLD_NUMPY, "host", "read in parts", {"asked": None}),
     Form("MemoryError", "host", RECIPE, {"asked": None}),
     Form(BUS, "shared memory", "--shm-size", {}),
-    Form(NO_SHM, "shared memory", "--shm-size", {}),
-    Form(NO_SHM_FILE, "shared memory", "--shm-size", {}),
-    Form(PAGING, "paging file", "larger paging file", {}),
     Form(DISPATCHED, "loading", "device_map", {}),
     Form(TILE, "one block of a GPU", "smaller blocks", {"asked": 131072 / GIB}),
     Form(CUBLAS, "CUDA", ROOM, {"asked": None}),
     Form(NCCL, "CUDA", ROOM, {}),
     Form(BITSANDBYTES, "CUDA", ROOM, {}),
-    Form(PAGED, "host", "adamw_8bit", {}),
     Form(NO_NUMBERS, "CUDA", "nvidia-smi", {"asked": None}),
     Form("HIP error: out of memory", "ROCm", "rocm-smi", {}),
     Form("CUDA out of memory", "CUDA", RECIPE, {"asked": None}),
-    Form(JAX, "CUDA", "PREALLOCATE", {"asked": 8}),
     Form(KERNEL_LOG, "host", "dmesg", {"resident": 23.1}),
     Form("Killed", "host", "dmesg", {}),
-    Form("zsh: killed     python train.py", "host", "dmesg", {}),
     Form("command terminated with exit code 137", "host", "dmesg", {}),
-    Form("Reason: OOMKilled, Exit Code: 137", "host", "dmesg", {}),
     Form(WORKER, "host", "dmesg", {}),
     Form(ELASTIC, "host", "dmesg", {}),
-    Form(SLURM, "host", "dmesg", {}),
     Form(JUPYTER, "host", "dmesg", {}),
-    Form(VS_CODE, "host", "dmesg", {}),
-    Form(COLAB, "host", "dmesg", {}),
 ]
 
 

@@ -1,8 +1,8 @@
 """One part of a model in all ways that are here: seconds, bytes, error.
 
-compare_losses      output layer and loss: all logits, chunks, PyTorch's, TRL's and Liger's kernels
+compare_losses      output layer and loss: all logits, chunks, PyTorch's and TRL's
 measure_attention   the attention of one layer: plain, and the best kernel of this machine
-compare_norms       one norm: plain, compiled, PyTorch's and Liger's
+compare_norms       one norm: plain, compiled and PyTorch's
 
 Shapes: T tokens, D hidden, V vocabulary, N rows, H heads, KV key and value heads, S sequence,
 E head dimension.
@@ -55,10 +55,6 @@ def _peak_beside_inputs(step: Callable[[], Any]) -> tuple[Any, int]:
         before = memory.current
         result = step()
     return result, memory.peak - before
-
-
-def _liger_is_here() -> bool:
-    return machine().device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
 
 # --- output layer and loss ------------------------------------------------------------------------
@@ -156,8 +152,6 @@ def _ways_to_lose(chunk_size: int | None) -> dict[str, LossWay]:
     if importlib.util.find_spec("trl"):
         ways["TRL"] = _trl_way(words=32_768)  # as in its SFTTrainer
         ways["TRL, 2,048 words"] = _trl_way(words=2048)  # faster and smaller on a CPU
-    if _liger_is_here():
-        ways["Liger"] = _liger_loss()
     return ways
 
 
@@ -179,16 +173,6 @@ def _trl_way(*, words: int) -> LossWay:
             hidden, weight, bias, targets, 1.0, words, softcap, 1.0, no_statistics
         )
         return -log_probabilities.mean()
-
-    return way
-
-
-def _liger_loss() -> LossWay:
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    def way(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, targets)
-        return loss
 
     return way
 
@@ -337,18 +321,7 @@ def _ways_to_normalize(hidden: int, *, compiled: bool) -> dict[str, NormWay]:
     ways = {"plain": plain, "PyTorch": pytorch, "LayerNorm": layer_norm}
     if compiled:
         ways["compiled"] = torch.compile(plain)
-    if _liger_is_here():
-        ways["Liger"] = _liger_norm()
     return ways
-
-
-def _liger_norm() -> NormWay:
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-    def way(x: Tensor, weight: Tensor) -> Tensor:
-        return LigerRMSNormFunction.apply(x, weight, EPS)
-
-    return way
 
 
 def _error(name: str, way: NormWay, x: Tensor, weight: Tensor) -> float:

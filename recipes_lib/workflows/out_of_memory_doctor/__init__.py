@@ -7,7 +7,7 @@ Idea       Read who asked, of which memory, and for how much. Then add up the by
 
                asked <= free + reserved but unallocated     fragmentation: a setting, no recipe
                limit - free - this process is large         another process: stop it
-               /dev/shm, a paging file, a library           what that memory needs, no recipe
+               /dev/shm, a kernel, a library                what that memory needs, no recipe
                else   equation(model, recipes).peak         until it fits
 
            The list is there at once. `Diagnosis.check()` then takes the step itself, on tensors
@@ -185,28 +185,20 @@ ADVICE = """
 Triton | smaller blocks of one kernel, no memory is missing | speed | its block sizes, num_stages
 shared memory | more of /dev/shm | | docker run --shm-size=16g, or --ipc=host
 shared memory | fewer workers | slower reading | DataLoader(num_workers=2)
-paging file | a larger paging file | space on the disk | Windows: Performance, Virtual memory
-paging file | fewer workers | slower reading | DataLoader(num_workers=0)
 loading | all on one device | an error if it does not fit | from_pretrained(device_map={"": 0})
 loading | four bits in place of eight | a rounded base | BitsAndBytesConfig(load_in_4bit=True)
 Linux, kernel of a notebook | look what was ended | | dmesg -T, the lines with "Killed process"
 NumPy | read in parts | | numpy.load(..., mmap_mode="r"), or streaming=True
-paged memory of bitsandbytes | states without pages | all on the card | optim="adamw_8bit"
 bitsandbytes, NCCL, cuBLAS or cuDNN, rocBLAS or MIOpen | room beside PyTorch's cache | | \
 torch.cuda.set_per_process_memory_fraction(0.9)
 cuBLAS or cuDNN | look for a wrong token id, which ends so, too | slow | CUDA_LAUNCH_BLOCKING=1
 driver | look who holds the memory | | {tool}
-JAX | no three quarters of the card in advance | | XLA_PYTHON_CLIENT_PREALLOCATE=false
-one buffer of Metal | a smaller largest tensor | | fewer or shorter rows, loss in chunks
-one block of XPU | no tensor above 4 GiB | | fewer or shorter rows, loss in chunks
 """
-TOOLS = {"CUDA": "nvidia-smi", "ROCm": "rocm-smi", "XPU": "xpu-smi"}
+TOOLS = {"CUDA": "nvidia-smi", "ROCm": "rocm-smi"}
 IN_ONE_PIECE = {
     "CUDA": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     "ROCm": "PYTORCH_HIP_ALLOC_CONF=expandable_segments:True",
-    "XPU": "torch.xpu.empty_cache()",
 }
-LARGEST_BLOCK_OF_XPU = 4 * GIB
 
 
 def _remedies_without_recipe(message: Message) -> list[Remedy]:
@@ -224,8 +216,6 @@ def _remedies_without_recipe(message: Message) -> list[Remedy]:
         name = f"memory in one piece: {readable(pieces)} are in pieces"
         remedies.append(Remedy(name, "a restart", IN_ONE_PIECE[message.place]))
     known = {message.allocator, message.place}
-    if message.place == "XPU" and asked >= LARGEST_BLOCK_OF_XPU:
-        known.add("one block of XPU")
     for line in ADVICE.strip().splitlines():
         sources, *words = [word.strip() for word in line.split("|")]
         if known.intersection(sources.split(", ")):

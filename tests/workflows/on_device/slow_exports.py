@@ -1,11 +1,7 @@
 """Stand-ins for exports, which another process can import."""
 
-from pathlib import Path
 
-
-def export_quickly(*, path, text, model):
-    with Path(text).open("a") as calls:
-        calls.write("called\n")
+def export_quickly(*, path, model):
     print("a line of noise")
     path.write_text("file")
     return model.in_features

@@ -11,9 +11,8 @@ PATIENCE = 120  # seconds, on a machine that computes something else
 
 def test_a_job_works_beside_this_process(tmp_path, capfd, monkeypatch):
     """The mistakes: its noise in the notebook; an error that stays in the other process."""
-    arguments = {"model": nn.Linear(2, 2), "text": str(tmp_path / "calls")}
     monkeypatch.setenv("RECIPES_FAST", "0")  # which would take this process
-    job = in_background(export_quickly, path=tmp_path / "a.pte", **arguments)
+    job = in_background(export_quickly, path=tmp_path / "a.pte", model=nn.Linear(2, 2))
     bad = in_background(export_badly, path=tmp_path / "b.pte")
     assert job.result(timeout=PATIENCE) == 2
     assert "a line of noise" in (tmp_path / "a.pte.log").read_text()
