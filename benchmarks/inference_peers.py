@@ -9,14 +9,13 @@ the other direction, and a ratio is that of two times in one round. Before the c
 program has written its text once, and `equal_tokens` says how many of its tokens are those of
 `model.generate` in fp32, counted from the first.
 
-What is not installed, or fails, gets a row that says why. Programs beside PyTorch come with
+What is not installed is left out, and said. Programs beside PyTorch come with
 
     pip install "llm-training-recipes[peers]"
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -54,22 +53,13 @@ class Settings:
 
 @dataclass
 class Row:
-    """A program, what it has shown so far, and the milliseconds of each round."""
+    """A program, how many of its tokens are the right ones, and the milliseconds of each round."""
 
     peer: Peer
-    loaded: Loaded | None = None
-    equal_tokens: int | None = None
-    reason: str | None = None
+    loaded: Loaded
+    equal_tokens: int
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
-
-    def fail(self, error: Exception) -> None:
-        """From now on the row says why there are no numbers."""
-        self.reason = one_sentence(error)
-        self.loaded = None
-        self.equal_tokens = None
-        self.decode.clear()
-        self.prefill.clear()
 
 
 @dataclass(frozen=True)
@@ -86,30 +76,28 @@ def compare(
 ) -> Iterator[list[Row]]:
     """Yield the rows after each round, and once before the first.
 
-    `reference` loads the program whose tokens are the right ones. A program that cannot be loaded,
-    or fails later, gets a reason instead of numbers.
+    `reference` loads the program whose tokens are the right ones.
     """
     right = write(reference(), texts)[0]
-    rows = [Row(peer) for peer in peers]
-    for row in rows:
-        with failures_noted(row):
-            row.loaded = row.peer.load()
-            written, _ = write(row.loaded, texts)
-            row.loaded.read(texts.long_text)  # warms up
-            row.equal_tokens = equal_from_the_first(written, right)
-    yield rows
-    by_name = {row.peer.name: row for row in rows}
-    for names in there_and_back(list(by_name), rounds=rounds):
+    rows = {}
+    for peer in peers:
+        try:
+            loaded = peer.load()
+        except ImportError as error:
+            print(f"left out: {peer.name}: {error}", flush=True)
+            continue
+        written, _ = write(loaded, texts)
+        loaded.read(texts.long_text)  # warms up
+        rows[peer.name] = Row(peer, loaded, equal_from_the_first(written, right))
+    yield list(rows.values())
+    for names in there_and_back(list(rows), rounds=rounds):
         for name in names:
-            with failures_noted(by_name[name]):
-                take_turn(by_name[name], texts)
-        yield rows
+            take_turn(rows[name], texts)
+        yield list(rows.values())
 
 
 def take_turn(row: Row, texts: Texts) -> None:
-    """One round of one program, if it runs."""
-    if row.loaded is None:
-        return
+    """One round of one program."""
     _, seconds_per_token = write(row.loaded, texts)
     seconds, _ = timed(partial(row.loaded.read, texts.long_text))
     row.decode.append(1e3 * seconds_per_token)
@@ -121,24 +109,6 @@ def write(loaded: Loaded, texts: Texts) -> tuple[list[int], float]:
     stopwatch = Stopwatch()
     written = loaded.write(texts.question, texts.new_tokens, stopwatch)
     return written, stopwatch.seconds_per_token(texts.new_tokens)
-
-
-@contextlib.contextmanager
-def failures_noted(row: Row) -> Iterator[None]:
-    """Whatever a program raises becomes the reason of its row: the others go on."""
-    try:
-        yield
-    except Exception as error:
-        row.fail(error)
-
-
-def one_sentence(error: Exception) -> str:
-    """The first line of an error, with its kind where that says more than the line."""
-    lines = str(error).strip().splitlines() or ["no message"]
-    kind = type(error).__name__
-    if isinstance(error, ImportError):
-        return lines[0]
-    return f"{kind}: {lines[0]}"[:300]
 
 
 def equal_from_the_first(written: Sequence[int], right: Sequence[int]) -> int:
@@ -163,21 +133,15 @@ def _content(row: Row, beside: Row | None) -> dict[str, Any]:
     content = {
         "name": peer.name,
         "program": peer.program,
-        "version": None,
+        "version": row.loaded.version,
         "format": peer.format,
         "bits": peer.bits,
-        "weight_bytes": None,
+        "weight_bytes": row.loaded.weight_bytes,
         "decode_ms": spread(row.decode),
         "prefill_ms": spread(row.prefill),
         "beside": peer.beside,
-        "ratio": None,
-        "prefill_ratio": None,
         "equal_tokens": row.equal_tokens,
-        "reason": row.reason,
     }
-    if row.loaded is not None:
-        content["version"] = row.loaded.version
-        content["weight_bytes"] = row.loaded.weight_bytes
     if beside is not None:
         content["ratio"] = spread(ratios(row.decode, beside.decode))
         content["prefill_ratio"] = spread(ratios(row.prefill, beside.prefill))
@@ -185,9 +149,7 @@ def _content(row: Row, beside: Row | None) -> dict[str, Any]:
 
 
 def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Each time over the other time of the same round; none where one of the two is missing."""
-    if len(times) != len(others):
-        return []
+    """Each time over the other time of the same round."""
     return [time / other for time, other in zip(times, others, strict=True)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import yaml
@@ -31,3 +33,17 @@ def test_no_workflow_may_write():
     """The mistake: an action of somebody else gets a token that can push."""
     for path in FOLDER.glob("*.yml"):
         assert load(path.name)["permissions"] == {"contents": "read"}, path.name
+
+
+def test_one_floor_of_python_everywhere():
+    """The mistake: 3.10 is promised, and a library that is required cannot be installed on it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    floor = project["requires-python"].removeprefix(">=")
+    for file in ("README.md", "Makefile", "docs/install.md"):
+        promised = re.findall(r"(3\.\d+) or newer", (ROOT / file).read_text())
+        assert set(promised) == {floor}, file
+    checks = (ROOT / "Makefile").read_text()
+    assert f"sys.version_info < ({floor.replace('.', ', ')})" in checks
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    [matrix] = re.findall(r"python: \[(.+)\]", workflow)
+    assert matrix.split(", ")[0] == f'"{floor}"'

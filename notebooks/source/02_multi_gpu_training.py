@@ -1159,7 +1159,7 @@ figure
 # | you have | file |
 # |---|---|
 # | one machine | [torchrun_one_node.sh](../launch/torchrun_one_node.sh), [train.py](../launch/train.py) |
-# | several machines | [torchrun_many_nodes.sh](../launch/torchrun_many_nodes.sh), [two_hosts.py](../launch/two_hosts.py) |
+# | several machines | [torchrun_many_nodes.sh](../launch/torchrun_many_nodes.sh) |
 # | a cluster with SLURM | [launch/slurm](../launch/slurm) |
 # | accelerate or the Trainer | [launch/accelerate](../launch/accelerate), [launch/deepspeed](../launch/deepspeed) |
 # | Axolotl | [launch/axolotl](../launch/axolotl) |

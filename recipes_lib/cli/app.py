@@ -25,7 +25,7 @@ HELP = """The recipes from a terminal.
 
 \b
 python -m recipes_lib list
-python -m recipes_lib bench lora --model smollm2 --batch-size 4 --seq-len 64
+python -m recipes_lib bench activation_checkpointing
 python -m recipes_lib doctor --model llama-3.1-8b --memory 24 --seq-len 2048
 python -m recipes_lib finetune --data pairs.jsonl --output runs/my-adapter
 """

@@ -9,6 +9,7 @@ import typer
 
 from recipes_lib.cli.options import MODEL_HELP, TECHNIQUES, BatchSize, SeqLen
 
+LITTLE = 0.01  # of the baseline's peak: a change that needs a word
 Technique = Annotated[str, typer.Argument(help=", ".join(TECHNIQUES), metavar="TECHNIQUE")]
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 Layers = Annotated[int | None, typer.Option(help="fewer layers of a shape")]
@@ -25,7 +26,7 @@ def bench(
     model: Model = "smollm2",
     layers: Layers = None,
     batch_size: BatchSize = 4,
-    seq_len: SeqLen = 64,
+    seq_len: SeqLen = 256,
     micro_batches: MicroBatches = None,
     timeline: Picture = None,
 ) -> None:
@@ -41,6 +42,11 @@ def bench(
     setting = Bench(model, batch_size, seq_len, micro_batches, layers)
     ladder = setting.run(technique, repeats=repeats, timeline=timeline, announce=_say)
     print(ladder)
+    if abs(ladder[technique].change) < LITTLE:
+        print(
+            "peak: less than 1 % at this size. What activations need grows with --batch-size and "
+            "--seq-len; weights, gradients and states stay as they are."
+        )
     print("loss: of the first step, on random tokens, so it says nothing about quality")
     print(f"rows: {ladder.path}")
     if timeline is not None:

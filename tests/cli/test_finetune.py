@@ -147,10 +147,3 @@ def test_what_is_not_given_follows_the_rest(settings_of):
     run, _ = settings_of("--output", "out", "--method", "full", "--steps", "5")
     assert run.learning_rate == 1e-4
     assert run.warmup_steps == 0  # 5 steps would be nothing but warm-up
-
-
-def test_a_setting_that_cannot_be_is_one_line(command):
-    """The mistake: a traceback for a mistyped number."""
-    status, _, err = command("finetune", "--output", "out", "--learning-rate", "0")
-    assert status == 1
-    assert "error: learning_rate=0" in err

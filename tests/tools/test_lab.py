@@ -64,17 +64,14 @@ def test_an_untouched_copy_follows_the_notebook(project):
     assert shown(project / "lab" / NAME) == ("1 + 1 + 1", "committed")
 
 
-def test_what_make_run_has_executed_here_is_what_opens(project):
+@pytest.mark.parametrize(
+    ("cells", "opens"), [("1 + 1", "this machine's"), ("of older cells", "committed")]
+)
+def test_what_make_run_has_executed_here_is_what_opens(project, cells, opens):
     """Unless it comes from other cells than today's."""
-    write(project / "runs" / NAME, "1 + 1", output="this machine's")
+    write(project / "runs" / NAME, cells, output="this machine's")
     lab.make_copies(project)
-    assert shown(project / "lab" / NAME) == ("1 + 1", "this machine's")
-
-
-def test_an_old_execution_is_not_what_opens(project):
-    write(project / "runs" / NAME, "0 + 1", output="of older cells")
-    lab.make_copies(project)
-    assert shown(project / "lab" / NAME) == ("1 + 1", "committed")
+    assert shown(project / "lab" / NAME) == ("1 + 1", opens)
 
 
 def test_links_of_the_notebooks_work_in_their_copies():

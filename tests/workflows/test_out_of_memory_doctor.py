@@ -1,14 +1,12 @@
 """What the doctor says of an error and of a model."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
 
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.workflows.out_of_memory_doctor import _where_nothing_fits, diagnose, dry
+from recipes_lib.workflows.out_of_memory_doctor import diagnose, dry
 from recipes_lib.workflows.out_of_memory_doctor.remedies import RECIPES, in_order_of_advice
 from tests.workflows.test_out_of_memory_doctor_message import (
     FORMS,
@@ -77,24 +75,6 @@ def test_says_what_was_assumed_and_the_first_that_fits(tiny_on_meta):
     assert max(len(line) for line in text.splitlines() if line not in imports) <= 80
     with pytest.raises(ValueError, match="card='X1': choose one of"):
         diagnose(**sizes, card="X1")
-
-
-@pytest.mark.parametrize(
-    ("length", "words"),
-    [(8, "shorten the rows to about 8 tokens"), (None, "shorter rows do not help")],
-)
-def test_what_helps_where_nothing_fits(length, words):
-    """The mistakes: shorter rows against weights that are too much, or a larger device that is
-    too small."""
-    peak = 3.5 * GIB  # with CUDA's context and what stays free it is 4.2
-    tried = SimpleNamespace(
-        question=SimpleNamespace(length=64),
-        smallest=SimpleNamespace(peak=peak),
-        longest_rows=lambda: length,
-    )
-    advice = _where_nothing_fits(tried)
-    assert words in advice
-    assert "a device of 5 GiB" in advice
 
 
 @pytest.mark.parametrize(("error", "refused"), [(KERNEL_LOG, "offload"), (MPS, "8-bit AdamW")])

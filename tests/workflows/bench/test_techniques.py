@@ -35,12 +35,6 @@ def test_the_prediction_is_what_the_step_needs(bench, name):
     assert bench.predict(name).peak == pytest.approx(trained(bench, name), rel=0.005)
 
 
-def test_compiled_blocks_have_no_prediction(bench):
-    """The mistake: that of plain blocks is shown as theirs."""
-    with pytest.raises(ValueError, match="compiled blocks keep less"):
-        bench.predict(COMPILED)
-
-
 def test_the_chunked_loss_is_on(bench):
     """It hardly moves the peak of a model with 128 tokens in its vocabulary."""
     model, _, _ = bench.arrange("chunked_cross_entropy", bench.fresh())

@@ -79,14 +79,6 @@ def test_each_module_stays_in_its_mode():
     assert torch.equal(model[4].running_mean, statistics)
 
 
-def test_accuracy_is_the_part_that_is_right():
-    """The mistake: a mean over batches of different sizes."""
-    images = random_images(count=6)
-    right = F.one_hot(images.labels, 3).float()
-    right[4] = -right[4]  # one of six is wrong
-    assert accuracy(lambda batch: right[: len(batch)], images) == pytest.approx(5 / 6)
-
-
 def test_answers_that_are_no_logits():
     """The mistake: a feature map is taken for logits, and its accuracy is a number, too."""
     images = random_images()
