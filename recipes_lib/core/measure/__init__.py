@@ -16,7 +16,7 @@ timeline  memory over time: live bytes by kind and phase
 dry_values  what a step without data may know: the integers of its batch
 """
 
-from recipes_lib.core.measure.dry_run import dry, dry_run, without_data
+from recipes_lib.core.measure.dry_run import dry, dry_run
 from recipes_lib.core.measure.peak_memory import PeakMemory, bytes_alive
 from recipes_lib.core.measure.step_cost import (
     Measurement,
@@ -36,5 +36,4 @@ __all__ = [
     "measure",
     "there_and_back",
     "timed",
-    "without_data",
 ]

@@ -6,8 +6,6 @@
             step(model, optimizer)
     memory.peak                               # bytes that this step would take
 
-A model that exists already comes in as `without_data(model)`.
-
 Six things do not work on such tensors by themselves, and have a place here or in the recipe:
 
     `module.to(...)`               swaps parameters, which PyTorch refuses without data
@@ -32,11 +30,9 @@ import torch
 from torch import _meta_registrations, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipes_lib.core.measure.dry_values import Values, values_of
-from recipes_lib.core.measure.machine import machine
 
 # What a weight of bitsandbytes knows of the way in which it was quantized.
 HOW_IN_FOUR_BITS = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
@@ -243,58 +239,3 @@ def out_of_the_collectors_sight() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-# --- a model that exists already ------------------------------------------------------------------
-
-
-def without_data(model: Any) -> Any:
-    """A copy of `model` whose tensors have no data, for a dry run: call it inside of one.
-
-    Tied weights stay tied, and weights in 4 bits stay so. Tensors of "meta" come to this machine's
-    device.
-    """
-    with _NoData():
-        copied: dict[int, Any] = {}  # by the id of the original
-        for parameter in model.parameters():
-            if hasattr(parameter, "quant_state"):
-                copied[id(parameter)] = _four_bits_without_data(parameter, copied)
-        return copy.deepcopy(model, copied)
-
-
-def _four_bits_without_data(weight: nn.Parameter, copied: dict[int, Any]) -> nn.Parameter:
-    """A weight of bitsandbytes as a plain parameter: its own class takes no tensor without data.
-
-    Its layer reads the bytes of the codes and the scales; adapters ask how it was quantized. All
-    layers share one table of what a code stands for.
-    """
-    codes = nn.Parameter(_empty_like(weight), requires_grad=False)
-    codes.quant_state = copy.deepcopy(weight.quant_state, copied)
-    for name in (*HOW_IN_FOUR_BITS, "bnb_quantized"):
-        if hasattr(weight, name):
-            setattr(codes, name, getattr(weight, name))
-    return codes
-
-
-class _NoData(TorchFunctionMode):
-    """`copy.deepcopy` of a tensor gives one of the same shape, dtype and device without data."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__deepcopy__:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = _empty_like(tensor).requires_grad_(tensor.requires_grad)
-            return memo[id(tensor)]
-        # A parameter copies its data by `self.data.clone()`.
-        if func == torch.Tensor.data.__get__:
-            return args[0]
-        if func == torch.Tensor.clone:
-            return _empty_like(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    device = tensor.device
-    if device.type == "meta":
-        device = machine().device
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -82,6 +82,7 @@ def predict(
     *,
     card: Card | None = None,
     allocator: bool = True,
+    segments_grow: bool = False,
     ranks: int = 1,
 ) -> Prediction:
     """The step that `build` makes, on tensors without data.
@@ -91,6 +92,7 @@ def predict(
             called once. Batches and other tensors from outside may be real.
         card: a GPU that may not be there. Its kernels are chosen, and its allocator is replayed.
         allocator: without it there is one step in place of two, and no reserved bytes.
+        segments_grow: the allocator is set to `expandable_segments:True`, as `machine()` sets it.
         ranks: so many processes train together. All but this one are pretended.
     Raises ValueError where the step decides by values, reads a file that is not there, or does
     what PyTorch cannot do without data; what a recipe refuses, it refuses here, too.
@@ -103,7 +105,7 @@ def predict(
             # In a group the first step plans operators on shards, on tensors of full size.
             timeline = _second_step(build) if ranks > 1 else _first_step(build)
             return Prediction(timeline)
-        replayed = Allocator(limit_bytes=card.for_tensors)
+        replayed = Allocator(limit_bytes=card.for_tensors, segments_grow=segments_grow)
         emptied = mock.patch.object(torch.cuda, "empty_cache", replayed.empty_cache)
         with LiveBytes("cuda", listener=replayed) as account, emptied:
             timeline = _step_on(card, build, account, replayed)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import json
@@ -23,7 +24,6 @@ import torch
 from recipes_lib.core.data import Batch, collate
 from recipes_lib.core.data.chat import IGNORED, Row
 from recipes_lib.core.data.row_order import rows_of_step
-from recipes_lib.core.measure import without_data
 from recipes_lib.core.measure.machine import machine, synchronize
 from recipes_lib.core.model.checkpoint_state import check_same_run
 from recipes_lib.core.predict import Prediction, predict
@@ -196,7 +196,7 @@ def prepare(
 ) -> tuple[Any, Prediction]:
     """Predict an optimizer step, and `adapt` the base `model`.
 
-    The prediction is the step itself, on a copy of the model without data and on the real rows: so
+    The prediction is the step itself, on such a model without data and on the real rows: so
     it knows their lengths, documents and targets. Of its micro-batches two run, the first one and
     the largest of the others, which finds gradients that it has to carry.
 
@@ -207,7 +207,9 @@ def prepare(
     chosen = rows_of_optimizer_step(number, rows, run=run)
 
     def build() -> tuple[Any, Any, Any]:
-        twin = adapt(without_data(model), run=run)
+        config = copy.deepcopy(model.config)  # for the dtype is written into it
+        twin = type(model)._from_config(config, dtype=model.dtype).to(model.device)
+        twin = adapt(twin, run=run)
         optimizer, schedule, precision = optimizer_of(twin, run=run)
         micros = micro_batches(chosen, run=run, pad_token_id=pad_token_id, device=str(model.device))
 

@@ -14,12 +14,15 @@ from recipes_lib.attention.block_sparse import apply_block_sparse
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.attention.head_groups import apply_head_groups
 from recipes_lib.attention.sliding_window import apply_sliding_window
+from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.predict import Build
+from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.activation_offload import offload_activations
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from recipes_lib.memory.layer_streaming import apply_layer_streaming
 from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.memory.optimizer_offload import offload_optimizer
@@ -61,6 +64,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "mamba_chunk_size": 32,
     },
+    "mistral": {"sliding_window": 32},
+    "mixtral": {"num_local_experts": 4},
+    "olmo2": {},
+    "phi3": {},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
 }
 
@@ -107,6 +114,22 @@ def packed_step(batch: Batch) -> Step:
 def accumulated_step(batch: Batch) -> Step:
     def step(model: Any, optimizer: Any) -> float:
         loss = accumulate_gradients(model, batch, micro_batches=2)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def answers_step(batch: Batch) -> Step:
+    """The second half of each row carries loss."""
+    labels = batch["labels"].clone()
+    labels[:, : labels.shape[1] // 2] = IGNORED
+    answers = {"input_ids": batch["input_ids"], "labels": labels}
+
+    def step(model: Any, optimizer: Any) -> float:
+        loss = completion_only_loss(model, answers)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -176,6 +199,11 @@ def with_eager_attention(model: Any) -> Any:
     return model
 
 
+def checkpointed_by_hugging_face(model: Any) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
 checkpointed = apply_activation_checkpointing
 lora = partial(apply_lora, rank=4, alpha=8)
 qlora = partial(apply_qlora, rank=4, alpha=8)
@@ -194,11 +222,18 @@ RECIPES = {
         optimizer=partial(adamw, foreach=False), step=partial(plain_step, clip=True)
     ),
     "gradient accumulation": Recipe(step=accumulated_step),
+    "foreach AdamW": Recipe(optimizer=partial(adamw, foreach=True)),
+    "accumulation, checkpointed": Recipe((checkpointed,), step=accumulated_step),
     "checkpointing": Recipe((checkpointed,)),
+    "every second block checkpointed": Recipe((partial(checkpointed, every=2),)),
+    "checkpointing by Hugging Face": Recipe((checkpointed_by_hugging_face,)),
+    "checkpointing, chunked loss": Recipe((checkpointed, chunked)),
     "selective checkpointing": Recipe((partial(checkpointed, mode="selective"),)),
     "nested checkpointing": Recipe((nested,)),
     "activations on disk": Recipe(step=partial(offloaded_step, to="disk")),
     "bf16 autocast": Recipe(step=mixed_step),
+    "bf16 autocast, checkpointed": Recipe((checkpointed,), step=mixed_step),
+    "bf16 weights": Recipe(dtype=torch.bfloat16),
     "fp16 autocast": Recipe(step=partial(mixed_step, dtype=torch.float16)),
     "optimizer in backward": Recipe(optimizer=in_backward),
     "in backward, checkpointed": Recipe((checkpointed,), in_backward),
@@ -212,9 +247,15 @@ RECIPES = {
     "bf16, master weights": Recipe(
         optimizer=partial(pure, rounding="master"), dtype=torch.bfloat16
     ),
+    "LoRA": Recipe((lora,)),
     "LoRA, checkpointed": Recipe((lora, checkpointed)),
+    "LoRA, chunked loss, bf16": Recipe((lora, chunked), step=mixed_step),
+    "QLoRA": Recipe((qlora,)),
     "QLoRA, checkpointed": Recipe((qlora, checkpointed)),
+    "QLoRA, streamed": Recipe((qlora, chunked, partial(apply_layer_streaming, to="disk"))),
+    "loss of answers": Recipe(step=answers_step),
     "chunked loss": Recipe((chunked,)),
+    "tiled MLP": Recipe((tiled,)),
     "tiled MLP and norms": Recipe((tiled_norms,)),
     "head groups": Recipe((apply_head_groups,)),
     "sliding window": Recipe((partial(apply_sliding_window, window=32, sinks=4),)),

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.core.measure import bytes_alive, measure
+from recipes_lib.core.measure import measure
 from recipes_lib.core.predict import predict
+from recipes_lib.report.ladders.memory import ReadyStep
 from tests.core.predict.recipes import (
     FAMILIES,
     RECIPES,
@@ -29,20 +30,12 @@ NUMBERS = 64  # bytes of a loss scale or a norm: whose they are is not the same 
 
 
 def measured(build):
-    """The second step, or the first that has states."""
+    """A step that has its states."""
     build()  # libraries make tables of codes once, and keep them
-    gc.collect()
-    before = bytes_alive()
-    model, optimizer, step = build()
-    step(model, optimizer)
-    while not optimizer.state:  # a loss scale that was too large at first
-        step(model, optimizer)
-
-    def again():
-        step(model, optimizer)
-
-    found = measure(again, warmup=0, repeats=0, model=model, optimizer=optimizer)
-    return found.without(before)
+    ready = ReadyStep(build)
+    of_model = {"model": ready.model, "optimizer": ready.optimizer}
+    found = measure(ready.step, warmup=0, repeats=0, **of_model)
+    return found.without(ready.alive_before)
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
