@@ -1020,7 +1020,7 @@ ladder.take_turns(rounds=sizes.rounds)
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights, half of it: 54 MiB of embedding in 16 bits, 52 of packed blocks, 19 of adapters. The largest miss of all predictions is that of *16 bits, compiled, chunked loss*: 105 MiB more than the predicted 2,893. Leave 6 % for compiled rows.
+# **The answer.** The weights, half of it: 54 MiB of embedding in 16 bits, 52 of packed blocks, 19 of adapters.
 #
 # ## Does it still learn?
 #

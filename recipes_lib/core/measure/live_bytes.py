@@ -8,6 +8,11 @@ buffers inside an operator's C++ code are not tensors and are not seen.
 It is a dispatch mode: PyTorch hands every operator to `__torch_dispatch__`, those of backward
 included. One change is made by no operator: `fully_shard` empties the storage of a gathered weight,
 and fills it again. So `UntypedStorage.resize_` tells this account, too.
+
+One thing differs under such a mode. Where two gradients of one tensor meet, autograd adds the
+second to the first in place, if nobody else holds the first. In a dispatch mode, ours or that of a
+dry run, it makes a third tensor. With a tied embedding and a loss in chunks that is one more table
+of the embedding, where backward ends.
 """
 
 from __future__ import annotations

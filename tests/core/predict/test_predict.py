@@ -42,8 +42,8 @@ def measured(build):
 def test_the_peak_is_the_measured_one_to_the_byte(family, name):
     """The mistake: a recipe that does something else, or nothing, on tensors without data."""
     build = build_of(family, RECIPES[name], num_hidden_layers=2)
-    prediction = predict(build)
     found = measured(build)
+    prediction = predict(build)
     assert prediction.peak == found.peak_bytes
     assert prediction.timeline.highest.phase == found.timeline.highest.phase
     assert prediction.at_peak() == pytest.approx(found.timeline.at_peak(), abs=NUMBERS)
