@@ -69,7 +69,6 @@ if importlib.util.find_spec("recipes_lib") is None:
 
 # %%
 import copy
-import gc
 from functools import partial
 
 import torch
@@ -145,7 +144,6 @@ from recipes_lib.edge.language_model import export_language_model
 
 seed_everything(0)
 tokenizer = load_tokenizer()
-gc.freeze()  # exports make much garbage: Python need not look for it among the imports
 language_model = load_model(sizes.model, device="cpu").eval()
 # Its first blocks alone: an export of all of them takes many minutes.
 few_blocks = make_student(language_model, blocks=range(sizes.layers))

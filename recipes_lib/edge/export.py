@@ -40,7 +40,7 @@ from recipes_lib.edge._exported_file import (
     require_delegated,
     whole_or_none,
 )
-from recipes_lib.edge._graph import capture_graph
+from recipes_lib.edge._graph import capture_graph, sparing_the_collector
 from recipes_lib.edge._noise import noise_to
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -106,13 +106,14 @@ def export_to_executorch(
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower
 
-        graph = capture_graph(model, example)
-        backends = [XnnpackPartitioner()] if delegate else None
-        lowered = to_edge_transform_and_lower(graph, partitioner=backends)
-        delegation = read_delegation(lowered.exported_program().graph_module)
-        if delegate:
-            require_delegated(delegation)
-        program = lowered.to_executorch()  # each tensor gets its place in one block of memory
+        with sparing_the_collector():
+            graph = capture_graph(model, example)
+            backends = [XnnpackPartitioner()] if delegate else None
+            lowered = to_edge_transform_and_lower(graph, partitioner=backends)
+            delegation = read_delegation(lowered.exported_program().graph_module)
+            if delegate:
+                require_delegated(delegation)
+            program = lowered.to_executorch()  # each tensor gets its place in one block of memory
         with whole_or_none(path) as unfinished, unfinished.open("wb") as file:
             program.write_to_file(file)
     seconds = time.perf_counter() - started

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from recipes_lib.core.measure.machine import require
 from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
-from recipes_lib.edge._graph import capture_graph
+from recipes_lib.edge._graph import capture_graph, sparing_the_collector
 from recipes_lib.edge._noise import noise_to
 
 # What a quantized file must not do in fp32.
@@ -89,9 +89,10 @@ def export_to_onnx(
         require("onnxscript")
         graph = capture_graph(model, example, any_batch=any_batch)
         names = [f"input_{number}" for number in range(len(example))]
-        program = torch.onnx.export(
-            graph, dynamo=True, verbose=False, input_names=names, output_names=["output"]
-        )
+        with sparing_the_collector():
+            program = torch.onnx.export(
+                graph, dynamo=True, verbose=False, input_names=names, output_names=["output"]
+            )
         _save(_without_remarks(program.model_proto), path)
     seconds = time.perf_counter() - started
     return ExportedFile(path, path.stat().st_size, seconds)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.measure.machine import require
-from recipes_lib.edge._graph import capture_graph
+from recipes_lib.edge._graph import capture_graph, sparing_the_collector
 from recipes_lib.edge._noise import noise_to
 
 BATCH = 64  # of the calibration
@@ -73,13 +73,13 @@ def quantize_pt2e(model: nn.Module, calibration: Tensor) -> EvalGraph:
         from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
         settings = get_symmetric_quantization_config(is_per_channel=True)
-        prepared = prepare_pt2e(
-            _graph_of(model, calibration), XNNPACKQuantizer().set_global(settings)
-        )
-        with torch.no_grad():
-            for batch in calibration.split(BATCH):
-                prepared(batch)
-        converted = convert_pt2e(prepared)
+        with sparing_the_collector():
+            graph = _graph_of(model, calibration)
+            prepared = prepare_pt2e(graph, XNNPACKQuantizer().set_global(settings))
+            with torch.no_grad():
+                for batch in calibration.split(BATCH):
+                    prepared(batch)
+            converted = convert_pt2e(prepared)
         move_exported_model_to_eval(converted)
         return EvalGraph(converted).requires_grad_(False).eval()
 

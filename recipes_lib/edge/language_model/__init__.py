@@ -63,6 +63,7 @@ from recipes_lib.edge._exported_file import (
     require_delegated,
     whole_or_none,
 )
+from recipes_lib.edge._graph import sparing_the_collector
 from recipes_lib.edge._llama import require_llama
 from recipes_lib.edge._noise import noise_to
 from recipes_lib.edge.language_model.runtime import PteLanguageModel
@@ -212,7 +213,8 @@ def _export(settings: Any) -> Delegation:
 
     # The public `export_llama` returns only the file's name. This is what it calls: it also
     # returns the lowered program.
-    builder = export_llama_lib._export_llama(settings)
+    with sparing_the_collector():
+        builder = export_llama_lib._export_llama(settings)
     return read_delegation(builder.edge_manager.exported_program().graph_module)
 
 
