@@ -53,8 +53,10 @@ lint: $(READY)
 
 # Progress bars without ipywidgets are text bars: the warning about it says no more.
 lab: export PYTHONWARNINGS := ignore:IProgress not found
-lab: $(VENV)/.lab  ## Open copies of the notebooks in JupyterLab: lab/ is yours, notebooks/ stays as it is
-	@$(PY) -m tools.lab
+lab: $(VENV)/.lab  ## Open copies of the notebooks in JupyterLab: lab/ is yours: a copy is made once, and stays
+	@mkdir -p lab
+	@for each in notebooks/*.ipynb; do \
+	    if [ ! -e "lab/$${each##*/}" ]; then cp "$$each" lab/; fi; done
 	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/lab $(ARGS)
 
 notebooks: $(READY)  ## Rebuild notebooks/*.ipynb from notebooks/source, with outputs; NB=02 for one
@@ -67,8 +69,11 @@ texts: $(READY)  ## Write recorded numbers, pictures and the file map into READM
 gpu: $(READY)  ## Measure every recipe on this machine's GPU: TIER=cpu, gpu16, gpu24 or gpu80 sets the sizes
 	@$(PY) -m benchmarks.gpu $(if $(TIER),--tier $(TIER)) $(ARGS)
 
+ADDRESS = $(shell sed -n 's|^Repository = "https://github.com/\(.*\)"|\1|p' pyproject.toml)
 address:  ## Write the repository's new address wherever the old one stands: REPO=owner/name
-	@$(PYTHON) -m tools.address "$(REPO)"
+	@test -n "$(REPO)" || { echo "Name it: make address REPO=owner/name"; exit 1; }
+	@git grep -lz "$(ADDRESS)" | xargs -0 perl -pi -e 's|\Q$(ADDRESS)\E(?![\w-])|$(REPO)|g'
+	@git diff --stat
 
 clean:  ## Remove the environment and all caches; runs/ and lab/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info

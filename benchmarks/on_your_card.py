@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import long_steps
 from benchmarks.record import keep
 from benchmarks.sizes import TIER_SIZES
 from recipes_lib.core.measure.machine import GIB, Sizes
@@ -26,8 +25,6 @@ from recipes_lib.training.gradient_accumulation import accumulate_gradients
 ROOT = Path(__file__).resolve().parents[1]
 # The smallest card of each tier.
 TIERS = {"gpu16": CARDS["T4"], "gpu24": CARDS["L4"], "gpu80": CARDS["H100"]}
-# Cards on which the longest steps of `make gpu` have to end in their minutes.
-LONGEST = {"T4": "gpu16", "L4": "gpu24", "H100": "gpu80", "H200": "gpu80"}
 REMINDER = 80  # tokens of a row of notebook 05, rounded up
 
 
@@ -142,14 +139,6 @@ def sizes_of_make_gpu(tier: str) -> Sizes:
     return Sizes(tier=tier, rows=full["batch_size"], tokens=full["seq_len"], **shape)
 
 
-def longest_tokens(card: Card, tier: str) -> int:
-    """The longest text for the part `longest` of `make gpu`, before its sizes shorten it."""
-    longest = TIER_SIZES[tier]["longest"]
-    dtype = torch.bfloat16 if card.capability >= (8, 0) else torch.float32
-    model = (longest["shape"], longest["layers"])
-    return long_steps.predicted_to_fit(*model, card.memory_bytes, dtype=dtype)
-
-
 def main() -> None:
     """Predict all of it, and keep it."""
     rows = []
@@ -159,9 +148,6 @@ def main() -> None:
             rows.append({"name": f"{tier} {notebook}"} | need)
             print(rows[-1], flush=True)
         rows.append({"name": f"{tier} make gpu"} | highest(sizes_of_make_gpu(tier), card))
-        print(rows[-1], flush=True)
-    for name, tier in LONGEST.items():
-        rows.append({"name": f"longest {name}", "longest": longest_tokens(CARDS[name], tier)})
         print(rows[-1], flush=True)
     rooms = {tier: {"room_bytes": card.for_tensors} for tier, card in TIERS.items()}
     print(keep("on_your_card", rooms | {"rows": rows}))

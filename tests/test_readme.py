@@ -214,3 +214,23 @@ def test_no_page_speaks_of_results_that_do_not_exist():
 
 def test_the_file_map_is_of_today():
     assert text(file_map.MAP) == file_map.file_map(), "run: make texts"
+
+
+def test_every_address_of_this_repository_is_the_one_of_pyproject():
+    """The mistake: a link that somebody wrote with an address of before."""
+    name = "llm-training-recipes"
+    here = re.compile(
+        rf"github\.com/([\w-]+/{name})\b"
+        r"|colab\.research\.google\.com/github/([\w-]+/[\w.-]+?)/blob"
+        r"|git clone [^\n]*github\.com/([\w-]+/[\w.-]*\w)"
+    )
+    settings = text(ROOT / "pyproject.toml")
+    present = re.search(r'^Repository = "https://github\.com/([^"]+)"$', settings, re.M)[1]
+    others = []
+    for path in repository_files():
+        if path.is_file() and path.suffix in (".md", ".py", ".ipynb", ".toml", ".yml"):
+            for found in here.finditer(text(path)):
+                address = "".join(part or "" for part in found.groups())
+                if address != present:
+                    others.append(f"{path.relative_to(ROOT)}: {address}")
+    assert others == []

@@ -2,9 +2,7 @@
 
 import pytest
 
-from benchmarks import gpu
 from benchmarks.on_your_card import (
-    LONGEST,
     NOTEBOOKS,
     TIERS,
     in_words,
@@ -17,8 +15,6 @@ from benchmarks.on_your_card import (
 from benchmarks.record import newest
 from benchmarks.sizes import TIER_SIZES
 from recipes_lib.core.measure.machine import GIB
-from recipes_lib.core.model import model_of_shape
-from recipes_lib.training.curriculum import flops_per_token
 
 
 @pytest.fixture(scope="module")
@@ -49,27 +45,3 @@ def test_the_records_are_of_todays_sizes(rows, tier):
     for which, need_of in (("03", writing), ("04", long_texts)):
         need = need_of(sizes_of(which)[tier], TIERS[tier])
         assert need == {key: rows[f"{tier} {which}"][key] for key in need}
-
-
-# Of each card the operations per second of dense products in NVIDIA's data sheet, in the dtype that
-# a part trains in.
-RATES = {"T4": 8.1e12, "L4": 121e12, "H100": 989e12, "H200": 989e12}
-
-
-@pytest.mark.parametrize("card", LONGEST)
-def test_the_longest_steps_of_make_gpu_end_in_their_minutes(rows, card):
-    """The mistake: a step that computes for so long that its process is killed before it ends.
-
-    At half of the card's rate. Forward runs three times, because blocks and groups of blocks (or of
-    heads) are computed again: that is 5 / 3 of the operations of a plain step.
-    """
-    sizes = TIER_SIZES[LONGEST[card]]
-    longest, context = sizes["longest"], sizes["context"]
-    steps = {
-        "longest": (longest, min(longest["seq_len"], int(rows[f"longest {card}"]["longest"]))),
-        "context": (context, context["most"]),
-    }
-    for part, (of, tokens) in steps.items():
-        model = model_of_shape(of["shape"], layers=of["layers"], device="meta")
-        operations = 5 / 3 * tokens * flops_per_token(model, seq_len=tokens)
-        assert operations / (RATES[card] / 2) < gpu.SECONDS[part], part
