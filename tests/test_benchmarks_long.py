@@ -30,13 +30,6 @@ def test_positions_are_measured_plain_and_with_each_scaling(monkeypatch):
     assert {len(curve) for curve in found["curves"].values()} == {3}
 
 
-def test_rows_of_real_text():
-    """The mistake: twice the same text."""
-    rows = rope._long_rows(300, texts=2)
-    assert rows.shape == (2, 1, 300)
-    assert not torch.equal(rows[0], rows[1])
-
-
 @pytest.mark.parametrize("fits", [10_000, 200])
 def test_the_longest_step_is_as_long_as_asked_or_as_fits(monkeypatch, fits):
     """The mistake: the first try computes for minutes, and runs out of memory."""

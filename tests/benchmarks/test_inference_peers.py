@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import time
 
-import pytest
-
 from benchmarks import inference_peers, peer_files, peer_programs
 from benchmarks.inference_peers import Row, Texts, compare, contents, equal_from_the_first
 from benchmarks.peer_programs import Loaded, Peer, Stopwatch
@@ -82,21 +80,3 @@ def test_each_program_is_beside_a_row_of_ours_with_as_many_bits():
             assert one.beside is None
         else:
             assert peers[one.beside].bits == one.bits, one.name
-
-
-# --- the files ------------------------------------------------------------------------------------
-
-
-def test_a_file_that_could_not_be_finished_is_made_again(tmp_path):
-    """The mistake: the next run takes half a model for the whole one."""
-    path = tmp_path / "model.gguf"
-
-    def breaks_off(part):
-        part.write_text("half")
-        raise OSError("no space")
-
-    with pytest.raises(OSError, match="no space"):
-        peer_files.made_once(path, breaks_off)
-    assert peer_files.made_once(path, lambda part: part.write_text("all")).read_text() == "all"
-    # Once it is there, it is not made again.
-    assert peer_files.made_once(path, breaks_off).read_text() == "all"

@@ -4,11 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib.core.measure.machine import machine
 from recipes_lib.workflows.finetune import command as workflow
-from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings
-
-NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
+from recipes_lib.workflows.finetune.settings import Settings
 
 
 @pytest.fixture
@@ -23,36 +20,6 @@ def settings_of(command, monkeypatch):
         return given.pop()
 
     return run
-
-
-def test_the_defaults(settings_of):
-    """The mistake: a value that the help names and the run does not have."""
-    run, others = settings_of("--output", "out")
-    assert run == Settings(
-        base_model="smollm2",
-        data_file="",
-        output_dir="out",
-        learning_rate=1e-3,
-        steps=50,
-        warmup_steps=5,
-        rows_per_step=8,
-        micro_batch_size=1,
-        seq_len=256,
-        packing=True,
-        precision=NAMES[machine().compute_dtype],
-        save_steps=10,
-        report_to="tensorboard",
-    )
-    assert callable(others.pop("announce"))
-    assert others == {
-        "held_out_file": None,
-        "limit": None,
-        "longest": False,
-        "drop_long": False,
-        "resume": False,
-        "epochs": None,
-        "columns": {},
-    }
 
 
 ALL_OPTIONS = """

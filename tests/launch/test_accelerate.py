@@ -1,11 +1,7 @@
 """launch/accelerate: accelerate reads every key, starts the ranks, and does what the file says."""
 
 import os
-import subprocess
-import sys
-from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +11,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import (
     _validate_launch_command,
-    launch_command,
     launch_command_parser,
 )
 from accelerate.state import AcceleratorState, GradientState
@@ -25,7 +20,6 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from tests.launch.one_process import OPTIONS, losses_alone
 from tests.launch.scripts import FORKED_ACCELERATE, LAUNCH, ROOT, load, losses_in, run
 
-guards = load("guards")
 FOLDER = LAUNCH / "accelerate"
 FILES = sorted(FOLDER.glob("*.yaml"))
 SCRIPT = "launch/train_with_accelerate.py"
@@ -56,30 +50,6 @@ def test_ddp_on_cpu_ranks():
     code, printed = run([*command, SCRIPT, *WORDS], ACCELERATE_USE_CPU="true")
     assert code == 0, printed
     assert losses_in(printed) == pytest.approx(losses_alone(2), abs=1e-5)
-
-
-def test_one_process_in_place_of_two_is_refused(monkeypatch):
-    """`--cpu --num_processes 2` starts one, which would train without the other."""
-    started = []
-    monkeypatch.setattr(subprocess, "Popen", partial(note_start, started))
-    for name in guards.SET_BY_TORCHRUN:  # of a launcher around this process
-        monkeypatch.delenv(name, raising=False)
-    words = ["--cpu", "--num_processes", "2", SCRIPT, *WORDS]
-    launch_command(launch_command_parser().parse_args(words))
-    [(command, variables)] = started
-    assert command[1:] == [SCRIPT, *WORDS]
-
-    # What that process does with its words and variables.
-    monkeypatch.setattr(sys, "argv", command[1:])
-    alone = pytest.raises(ValueError, match="this process is not part of a group of ranks")
-    with patch.dict(os.environ, variables, clear=True), alone:
-        load("train_with_accelerate").main()
-
-
-def note_start(started, command, env):
-    """In place of `Popen`: a process that has ended well."""
-    started.append((command, env))
-    return SimpleNamespace(wait=int, returncode=0)
 
 
 # --- what the files say, on ranks that are there already ------------------------------------------

@@ -65,13 +65,6 @@ def test_the_export_is_the_same_model_for_every_strategy(two_ranks, tmp_path):
         two_ranks.run(train_in_turns, runs=runs[:1])
 
 
-def test_a_run_with_other_rows_does_not_go_on(two_ranks, tmp_path):
-    """The number of a step says which rows it reads, so that it has to mean the same."""
-    words = ["--device", "cpu", "--checkpoints", str(tmp_path), "--steps", "1"]
-    with pytest.raises(ValueError, match="length"):
-        two_ranks.run(train_in_turns, runs=[words, [*words, "--length", "16"]])
-
-
 BF16 = ["ddp", "fsdp"]
 
 

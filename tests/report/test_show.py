@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 from recipes_lib.report import show as module
 from recipes_lib.report.ladder import Ladder
-from recipes_lib.report.ladders.length import LengthLadder
 from recipes_lib.report.show import show, shown
 
 
@@ -22,13 +21,6 @@ def test_a_method_loses_its_indentation():
     assert code.startswith("def append(")
     assert "Add a finished" not in code
     assert "    self.save()" in code
-
-
-def test_a_method_of_a_class_keeps_its_docstring():
-    """Only that of what is shown goes: the text of a class explains its methods."""
-    code = shown(LengthLadder)
-    assert "How long a sequence" not in code
-    assert '"""How many times as long' in code
 
 
 def test_jupyter_gets_a_highlighted_block(monkeypatch, capsys):

@@ -87,13 +87,6 @@ def test_the_models_remedies_fit_the_place_too(tiny_on_meta, error, refused):
     assert not any("offload" in name for name in names(together))
 
 
-def test_error_and_model_together(tiny_on_meta):
-    """The mistake: all of the card, of which the error leaves a part to this process."""
-    together = diagnose(error=TORCH_2_6, model=tiny_on_meta, batch_size=1, seq_len=64)
-    assert names(together)[1:] == ["as it is"]
-    assert "tensors may take 2.5 GiB" in together.findings[1]
-
-
 def test_a_model_that_should_fit_points_at_a_leak(tiny_on_meta):
     """The mistake: recipes where tensors stay from step to step."""
     sizes = {"model": tiny_on_meta, "batch_size": 1, "seq_len": 8}
@@ -105,6 +98,7 @@ def test_the_memory_is_that_given_else_that_allowed_else_the_machines(tiny_on_me
     """The mistake: all of a card where a part of it was allowed."""
     sizes = {"model": tiny_on_meta, "batch_size": 1, "seq_len": 8}
     assert "a GPU of 7.0 GiB" in diagnose(**sizes, memory_bytes=7 * GIB).findings[0]
+    assert "tensors may take 2.5 GiB" in diagnose(error=TORCH_2_6, **sizes).findings[1]
     assert "a GPU of 20.0 GiB" in diagnose(error=GRAPHS_AND_CAP, **sizes).findings[1]
     here = machine()
     assert (here.device == "cpu") == ("on a CPU" in diagnose(**sizes).findings[0])
