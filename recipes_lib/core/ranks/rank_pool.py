@@ -10,8 +10,9 @@ All ranks call the same function, and find out by `torch.distributed.get_rank()`
                   <--an answer-->     \\________|_______|_______/
                                    collectives: gloo on CPUs, NCCL on GPUs
 
-To import PyTorch takes a process seconds. On CPUs Python's *fork server* does it once, and each
-rank is a copy of it. CUDA does not survive a copy, so a rank with a GPU is a new process.
+Each rank is the one worker of a `ProcessPoolExecutor` of Python. To import PyTorch takes a process
+seconds. On CPUs Python's *fork server* does it once, and each rank is a copy of it. CUDA does not
+survive a copy, so a rank with a GPU is a new process.
 
     one rank fails              the others would wait in a collective for minutes. Here they are
                                 ended within seconds, and the error holds every traceback
@@ -22,8 +23,8 @@ rank is a copy of it. CUDA does not survive a copy, so a rank with a GPU is a ne
 After an error the next call starts new ranks. One error leaves them alive: a ValueError that all
 ranks raise alike. It comes from wrong arguments, before anything has happened.
 
-Source: Python, "multiprocessing" (contexts and start methods); PyTorch, "Distributed communication
-package" (file initialization, GLOO_SOCKET_IFNAME).
+Source: Python, "concurrent.futures" and "multiprocessing" (contexts and start methods); PyTorch,
+"Distributed communication package" (file initialization, GLOO_SOCKET_IFNAME).
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import traceback
+import weakref
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -60,7 +61,6 @@ IMPORTED += ["torch.distributed.fsdp", "torch.distributed.checkpoint"]
 IMPORTED += ["transformers.models.llama.modeling_llama"]
 START_SECONDS = 300.0  # for the imports, on a machine that is busy
 GRACE_SECONDS = 2.0  # for the other ranks to report an error of their own
-STACK_SECONDS = 0.5  # for a rank to write down where it is
 LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
 # Left over from a `torchrun` around the pool, they would name another group of ranks.
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -93,19 +93,18 @@ class RankPool:
         self.ranks = ranks
         self.device = device
         self.threads = threads
-        self._ranks: list[_Rank] = []
+        self._workers: dict[int, ProcessPoolExecutor] = {}  # by the number of their process
         self._folder: tempfile.TemporaryDirectory | None = None  # where ranks find each other
-        # A pool that is dropped without `close` ends its ranks, and so does the end of Python.
-        Finalize(self, _end, [self._ranks], exitpriority=10)
+        # A pool that is dropped without `close` ends its ranks.
+        weakref.finalize(self, _end, self._workers)
 
     def run(
         self, function: Callable[..., Any], /, *, timeout: float = 60.0, **arguments: Any
     ) -> Any:
         """Call `function(**arguments)` on all ranks, and return what rank 0 returns.
 
-        What the ranks print appears here, with the number of the rank in front of all but rank
-        0's. Each call starts with the same random seed. Ranks import a module once: after a change
-        of its text, `close()` lets the next call see the new one.
+        Each call starts with the same random seed. Ranks import a module once: after a change of
+        its text, `close()` lets the next call see the new one.
 
         Args:
             function: of a module that can be imported. One that is written in a notebook cannot be.
@@ -123,11 +122,10 @@ class RankPool:
             )
         call = pickle.dumps((function, arguments))
         try:
-            if not self._ranks or any(rank.has_ended() for rank in self._ranks):
+            if not self._workers:
                 self._start()
-            for rank in self._ranks:
-                rank.send((list(sys.path), call))
-            return self._result(timeout)
+            calls = [(list(sys.path), call, timeout, self._stack(n)) for n in range(self.ranks)]
+            return self._ask(_call, calls, timeout)
         except ValueError:
             raise  # of all ranks alike: they wait for the next call
         except BaseException:  # of a keyboard, too: nobody would ever read the answers
@@ -136,7 +134,7 @@ class RankPool:
 
     def close(self) -> None:
         """End the ranks and all that they have started. The next call starts new ones."""
-        _end(self._ranks)
+        _end(self._workers)
 
     def __enter__(self) -> RankPool:
         return self
@@ -146,197 +144,89 @@ class RankPool:
 
     def _start(self) -> None:
         """Start the processes, and wait until they have found each other."""
-        self.close()
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        meeting = f"file://{self._folder.name}/meeting"
-        for number in range(self.ranks):
-            self._ranks.append(_Rank(number, self.ranks, self.device, self.threads, meeting))
-        self._result(START_SECONDS)
-
-    def _result(self, timeout: float) -> Any:
-        """What rank 0 answers, when all have. Raises what went wrong."""
-        end = time.monotonic() + timeout
-        while waiting := [rank for rank in self._ranks if rank.is_busy()]:
-            if time.monotonic() > end:
-                break
-            wait([source for rank in waiting for source in rank.sources()], end - time.monotonic())
-            for rank in waiting:
-                rank.receive()
-            if any(rank.failed() for rank in waiting):  # soon nobody will wait for the others
-                end = min(end, time.monotonic() + GRACE_SECONDS)
-        failed = [rank for rank in self._ranks if rank.failed()]
-        if not failed and waiting:
-            raise TimeoutError(self._who_still_runs(waiting, timeout))
-        for rank in self._ranks:
-            rank.show(last=True)
-        if not failed:
-            return pickle.loads(self._ranks[0].answer.result)
-        self._raise_value_error_of_all()
-        reports = [f"--- rank {rank.number}:\n{rank.report()}" for rank in failed]
-        raise RankError("\n".join([f"{len(failed)} of {self.ranks} ranks failed", *reports]))
-
-    def _raise_value_error_of_all(self) -> None:
-        """A mistake in the arguments is found by every rank alike: say it once, and go on."""
-        first = self._ranks[0].answer
-        if first is None or first.kind != "ValueError":
-            return
-        if all(rank.answer is not None and rank.answer[:3] == first[:3] for rank in self._ranks):
-            raise ValueError(first.text) from RankError(f"--- rank 0:\n{first.trace}")
-
-    def _who_still_runs(self, waiting: list[_Rank], timeout: float) -> str:
-        places = [f"--- rank {rank.number} was at:\n{rank.where_it_is()}" for rank in waiting]
-        message = (
-            f"ranks {[rank.number for rank in waiting]} of {self.ranks} still ran after "
-            f"{timeout:g} s, and were ended: give a longer `timeout`, or see below whether they "
-            f"wait for each other"
-        )
-        return "\n".join([message, *places])
-
-
-# --- one rank, seen from here ---------------------------------------------------------------------
-
-
-class Answer(NamedTuple):
-    """What a rank sends after a call: the pickled result of rank 0, or what kind of error."""
-
-    result: bytes = b""
-    kind: str = ""
-    text: str = ""
-    trace: str = ""
-
-
-class _Rank:
-    """A process, a connection for calls and answers, and a pipe for all that it prints."""
-
-    def __init__(self, number: int, ranks: int, device: str, threads: int, meeting: str) -> None:
-        self.number = number
-        self.answer: Answer | None = None  # to the last call
-        self._line = ""  # that is not complete yet
         method = "spawn"
-        if device == "cpu" and "forkserver" in multiprocessing.get_all_start_methods():
+        if self.device == "cpu" and "forkserver" in multiprocessing.get_all_start_methods():
             method = "forkserver"
             multiprocessing.set_forkserver_preload(IMPORTED)
         context = multiprocessing.get_context(method)
-        self._calls, calls = context.Pipe()
-        self._printed, printed = context.Pipe(duplex=False)
-        os.set_blocking(self._printed.fileno(), False)
-        group = (number, ranks, device, threads, meeting)
-        self.process = context.Process(target=_be_a_rank, args=(calls, printed, *group))
-        self.process.start()
-        calls.close()
-        printed.close()
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        workers = [ProcessPoolExecutor(1, context) for _ in range(self.ranks)]
+        processes = [worker.submit(_lead_a_group) for worker in workers]
+        for worker, process in zip(workers, processes, strict=True):
+            self._workers[process.result(START_SECONDS)] = worker
+        meeting = f"file://{self._folder.name}/meeting"
+        group = (self.ranks, self.device, self.threads, meeting)
+        self._ask(_join, [(rank, *group) for rank in range(self.ranks)], START_SECONDS)
 
-    def send(self, call: tuple[list[str], bytes]) -> None:
-        self.answer = None
-        with contextlib.suppress(BrokenPipeError):  # it is gone, and waiting for it will say so
-            self._calls.send_bytes(pickle.dumps(call))
+    def _stack(self, rank: int) -> str:
+        """The file in which a rank writes down where it is when the time is over."""
+        return f"{self._folder.name}/rank-{rank}"
 
-    def has_ended(self) -> bool:
-        return self.process.exitcode is not None
+    def _ask(self, function: Callable[..., Any], calls: list[tuple], timeout: float) -> Any:
+        """What rank 0 answers, when all have. Raises what went wrong."""
+        pairs = zip(self._workers.values(), calls, strict=True)
+        answers = [worker.submit(function, *given) for worker, given in pairs]
+        wait(answers, timeout, FIRST_EXCEPTION)
+        late = [rank for rank, answer in enumerate(answers) if not answer.done()]
+        if late:  # soon nobody waits for them, or they write down where they are
+            wait(answers, GRACE_SECONDS)
+        errors = {n: each.exception() for n, each in enumerate(answers) if each.done()}
+        failed = {rank: error for rank, error in errors.items() if error is not None}
+        if failed:
+            self._raise(failed)
+        if late:
+            places = [f"--- rank {n} was at:\n{Path(self._stack(n)).read_text()}" for n in late]
+            raise TimeoutError(
+                f"ranks {late} of {self.ranks} still ran after {timeout:g} s, and were ended: give "
+                f"a longer `timeout`, or see below whether they wait for each other\n"
+                + "\n".join(places)
+            )
+        return answers[0].result()
 
-    def is_busy(self) -> bool:
-        return self.answer is None and not self.has_ended()
+    def _raise(self, failed: dict[int, BaseException]) -> None:
+        """A mistake in the arguments is found by every rank alike: say it once."""
+        reports = [f"--- rank {rank}:\n{error}" for rank, error in failed.items()]
+        of_all = RankError("\n".join([f"{len(failed)} of {self.ranks} ranks failed", *reports]))
+        refusals = {getattr(error, "refusal", None) for error in failed.values()}
+        if len(failed) == self.ranks and len(refusals) == 1 and None not in refusals:
+            raise ValueError(refusals.pop()) from of_all
+        raise of_all
 
-    def failed(self) -> bool:
-        return self.has_ended() or (self.answer is not None and self.answer.kind != "")
 
-    def sources(self) -> list[Any]:
-        """What to wait for: something printed, an answer, the end of the process."""
-        return [self._printed, self._calls, self.process.sentinel]
-
-    def receive(self) -> None:
-        """Show what it has printed, and take its answer if there is one."""
-        self.show()
-        with contextlib.suppress(EOFError, ConnectionError):  # it has ended
-            if self._calls.poll():
-                self.answer = pickle.loads(self._calls.recv_bytes())
-
-    def show(self, *, last: bool = False) -> None:
-        """Print here what it has printed: whole lines, and after its last one also a part."""
-        *lines, self._line = (self._line + self._read()).split("\n")
-        lines = [f"{line}\n" for line in lines]
-        if last:
-            lines.append(self._line)
-            self._line = ""
-        for line in filter(None, lines):
-            mark = f"[rank {self.number}] " if self.number > 0 else ""
-            print(f"{mark}{line}", end="", flush=True)
-
-    def _read(self) -> str:
-        parts = []
-        with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._printed.fileno(), 1 << 16):
-                parts.append(part)
-        return b"".join(parts).decode(errors="replace")
-
-    def where_it_is(self) -> str:
-        """The functions in which the rank is now, the innermost first."""
-        self.show()
-        os.kill(self.process.pid, signal.SIGUSR1)  # see `_be_a_rank`
-        time.sleep(STACK_SECONDS)
-        return self._read().rstrip()
-
-    def report(self) -> str:
-        """The traceback, or how the process has ended."""
-        if self.answer is not None:
-            return self.answer.trace.rstrip()
-        code = self.process.exitcode
-        if code < 0:
-            return f"the process was ended by signal {-code} ({signal.Signals(-code).name})"
-        return f"the process ended with code {code} and reported nothing"
-
-    def end(self) -> None:
-        """End the process and everything that it has started."""
+def _end(workers: dict[int, ProcessPoolExecutor]) -> None:
+    """End all with what they have started, and forget them."""
+    while workers:
+        process, worker = workers.popitem()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of it is left
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()  # one that has no group of its own yet
-        self.process.join()
-        self._calls.close()
-        self._printed.close()
-
-
-def _end(ranks: list[_Rank]) -> None:
-    """End all, and forget them."""
-    while ranks:
-        ranks.pop().end()
+            os.killpg(process, signal.SIGKILL)
+        worker.shutdown(cancel_futures=True)
 
 
 # --- one rank, seen from itself -------------------------------------------------------------------
 
 
-def _be_a_rank(calls: Connection, printed: Connection, rank: int, *group: Any) -> None:
-    """Join the others, and then answer one call after the other, until the parent ends."""
-    os.setsid()  # a group of its own, which is ended as a whole, with workers that it has started
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        os.dup2(printed.fileno(), number)
-        stream.reconfigure(line_buffering=True)
+class _Failure(Exception):
+    """The traceback of an error as text, which can always be sent; of a ValueError its text, too."""
+
+    def __init__(self, trace: str, refusal: str | None) -> None:
+        super().__init__(trace, refusal)
+        self.trace = trace
+        self.refusal = refusal
+
+    def __str__(self) -> str:
+        return self.trace
+
+
+def _lead_a_group() -> int:
+    """The number of this process, which is ended as a whole, with workers that it has started."""
+    os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # On this signal the rank writes down in which functions it is, whatever it is doing.
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
-    _reply(calls, rank, _join, rank, *group)
-    while True:
-        path, call = pickle.loads(calls.recv_bytes())
-        sys.path[:] = path
-        _reply(calls, rank, _call, call)
+    return os.getpid()
 
 
 def _end_with_parent() -> None:
     multiprocessing.parent_process().join()
     os.killpg(0, signal.SIGKILL)
-
-
-def _reply(calls: Connection, rank: int, action: Callable[..., Any], *given: Any) -> None:
-    """Act, and send the result, if this is rank 0, or the error."""
-    try:
-        result = action(*given)
-        answer = Answer(pickle.dumps(result if rank == 0 else None))
-        del result
-        gc.collect()  # models refer to themselves, and the next call may count bytes
-    except BaseException as error:
-        answer = Answer(b"", type(error).__name__, str(error), traceback.format_exc())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    calls.send_bytes(pickle.dumps(answer))
 
 
 def _join(rank: int, ranks: int, device: str, threads: int, meeting: str) -> None:
@@ -364,8 +254,21 @@ def _join(rank: int, ranks: int, device: str, threads: int, meeting: str) -> Non
     distributed.barrier()
 
 
-def _call(call: bytes) -> Any:
+def _call(path: list[str], call: bytes, timeout: float, stack: str) -> Any:
+    """What the function returns, if this is rank 0."""
+    sys.path[:] = path
     torch.manual_seed(0)
-    function, arguments = pickle.loads(call)
+    gc.collect()  # models of the last call refer to themselves, and this one may count bytes
     gc.freeze()  # what the imports have made stays: spare the collector the walk through it
-    return function(**arguments)
+    with open(stack, "w") as file:
+        faulthandler.dump_traceback_later(timeout, file=file)
+        try:
+            function, arguments = pickle.loads(call)
+            result = function(**arguments)
+        except Exception as error:
+            refusal = str(error) if type(error) is ValueError else None
+            raise _Failure(traceback.format_exc(), refusal) from None
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            sys.stdout.flush()
+    return result if distributed.get_rank() == 0 else None
