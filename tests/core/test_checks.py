@@ -3,7 +3,7 @@ import math
 import numpy
 import pytest
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_number, check_whole
 
 
 @pytest.mark.parametrize("value", [0, 2.0])
@@ -29,9 +29,3 @@ def test_numbers_outside_their_bounds(value):
     message = "give a finite number of 0 or more and below 1"
     with pytest.raises(ValueError, match=f"dropout=.*: {message}"):
         check_number(least=0, below=1, dropout=value)
-
-
-def test_choices():
-    check_choice(["block", "selective"], mode="block")
-    with pytest.raises(ValueError, match="mode='blok': choose one of block, selective"):
-        check_choice(["block", "selective"], mode="blok")

@@ -251,13 +251,6 @@ def tensor_bytes_by_file(place):
     return found
 
 
-def test_each_rank_writes_the_predicted_bytes(of_four):
-    """The mistake: one rank writes everything, or each of them does."""
-    written = tensor_bytes_by_file(latest_checkpoint(of_four[0]))
-    predicted = 12 * parity.tiny_model().num_parameters() / 4
-    assert list(written.values()) == pytest.approx([predicted] * 4, rel=0.01)
-
-
 def test_a_save_in_the_background_stalls_less_and_holds_the_state_of_its_step(two_ranks, tmp_path):
     """The mistake: the thread writes weights that the next step has changed, or waits for ever."""
     stalls, early, done, losses, again = two_ranks.run(

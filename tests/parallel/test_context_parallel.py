@@ -13,7 +13,6 @@ from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
-from recipes_lib.core.ranks.rank_pool import RankPool
 from recipes_lib.core.ranks.rank_step import rank_rows
 from recipes_lib.parallel.context_parallel import (
     apply_context_parallel,
@@ -241,31 +240,6 @@ def test_a_copy_with_checkpoints_has_the_same_gradients(two_ranks):
     """The mistakes: a model that cannot be copied, messages that the second forward mixes up."""
     run = two_ranks.run(loss_and_gradients_of_a_copy)
     assert largest_difference(run, loss_and_gradients_alone()) < TOLERANCE
-
-
-def step_on_a_gpu(dtype, autocast=None):
-    """The loss of a model on one rank, in a ring and alone."""
-    batch = {name: ids.cuda() for name, ids in global_batch(0).items()}
-    model = tiny_model().to("cuda", dtype)
-    with torch.autocast("cuda", autocast, enabled=autocast is not None):
-        alone = model(**batch, use_cache=False).loss.item()
-        model = apply_context_parallel(model)
-        loss = model(**shard_sequence(model, **batch)).loss
-    loss.backward()
-    sum_gradients(model)
-    assert all(value.grad.isfinite().all() for value in model.parameters())
-    return loss_of_all(model, loss), alone
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dtype", "autocast"), [(torch.bfloat16, None), (torch.float32, torch.float16)]
-)
-def test_one_rank_on_a_gpu_trains(dtype, autocast):
-    """The mistake: queries that positions have made fp32 again under autocast."""
-    with RankPool(ranks=1, device="cuda") as pool:
-        loss, alone = pool.run(step_on_a_gpu, dtype=dtype, autocast=autocast)
-    assert loss == pytest.approx(alone, rel=0.01)
 
 
 # --- balance --------------------------------------------------------------------------------------

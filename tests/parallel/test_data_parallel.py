@@ -52,11 +52,6 @@ def test_ranks_of_unequal_tokens_equal_one_process(two_ranks, options):
     assert largest_difference(two_ranks.run(train, **options), reference) < TOLERANCE
 
 
-def test_four_ranks_equal_one_process(four_ranks):
-    """The mistake: a factor of two where there are N ranks."""
-    assert largest_difference(four_ranks.run(train, count=2), train_alone()) < TOLERANCE
-
-
 # --- two lanes ------------------------------------------------------------------------------------
 
 

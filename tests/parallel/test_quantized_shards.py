@@ -149,12 +149,6 @@ def test_two_ranks_train_as_one_process_with_bitsandbytes(two_ranks):
         assert largest_difference(run, reference) < TOLERANCE, name
 
 
-def test_two_copies_of_two_parts(four_ranks):
-    """The mistake: parts are cut along the copies."""
-    run = four_ranks.run(train, copies=2)
-    assert largest_difference(run, trained_alone()) < TOLERANCE
-
-
 def test_adapters_in_16_bits_stay_near(two_ranks):
     """The mistake: the fp32 scales of scales are rounded to bf16 on the way."""
     run = two_ranks.run(train, adapter_dtype=torch.bfloat16)

@@ -1,7 +1,5 @@
 """Python's own standard library: the same text on every machine with this Python, cleanly split."""
 
-import sysconfig
-
 from recipes_lib.core.data import corpus
 from recipes_lib.core.data.corpus import INSTRUCTION, SPLITS, docstring_pairs, modules
 
@@ -14,14 +12,6 @@ def test_split_by_module_is_deterministic_and_disjoint():
     assert len(prompts[0]) > 1000 and len(prompts[1]) > 100 and not {*prompts[0]} & {*prompts[1]}
     assert all(len({*some}) == len(some) for some in prompts), "each once"
     assert prompts[1] == [pair["prompt"] for pair in docstring_pairs("validation")]
-
-
-def test_neither_tests_nor_installed_packages_are_text():
-    root = sysconfig.get_paths()["stdlib"]
-    parts = {
-        part for split in SPLITS for path in modules(split) for part in path.relative_to(root).parts
-    }
-    assert "json" in parts and not parts & {"test", "site-packages", "encodings"}
 
 
 def test_the_answer_is_not_in_the_question(monkeypatch, tmp_path):

@@ -189,13 +189,3 @@ def test_rows_that_cannot_be_evaluated(llama):
     llama.lm_head.weight.data.fill_(math.nan)
     with pytest.raises(ValueError, match="diverged"):
         row_losses(llama, rows, pad_token_id=0)
-
-
-def test_prompts_that_do_not_do(llama):
-    tokenizer = ascii_tokenizer()
-    no_question = {"input_ids": [5, 6], "labels": [5, 6]}
-    with pytest.raises(ValueError, match="give questions"):
-        generate_answers(llama, tokenizer, [no_question])
-    tokenizer.pad_token = None
-    with pytest.raises(ValueError, match="pad_token"):
-        generate_answers(llama, tokenizer, ["a"])

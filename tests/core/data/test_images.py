@@ -1,6 +1,5 @@
 """The digits are the same on every machine, and no image is in training and in test."""
 
-import pytest
 import torch
 
 from recipes_lib.core.data.images import handwritten_digits
@@ -29,19 +28,3 @@ def test_any_part_has_every_digit_as_often():
     assert len(set(map(tuple, train.labels.view(-1, 10).tolist()))) > 40  # in no fixed order
     _, same_test = handwritten_digits(train=100, test=100)
     assert torch.equal(test.images, same_test.images), "less training keeps the test"
-
-
-def test_pixels_are_normalised_and_the_border_is_black():
-    train, test = handwritten_digits()
-    everything = torch.cat([train.images, test.images])
-    inner = everything[:, :, 2:-2, 2:-2]
-    assert abs(inner.mean()) < 0.03 and abs(inner.std() - 1) < 0.03
-    black = everything.min()
-    assert (everything[:, :, :2] == black).all() and (everything[..., -2:] == black).all()
-
-
-def test_more_images_than_there_are():
-    """The mistake: training gets fewer images than asked for, without a word."""
-    for options in ({"train": 105}, {"train": 3010}):
-        with pytest.raises(ValueError, match="multiples of 10 that are 5,000 together"):
-            handwritten_digits(**options)

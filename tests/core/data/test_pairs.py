@@ -62,12 +62,3 @@ def test_pairs_that_cannot_be_learnt_are_named(tokenizer, tmp_path):
             dataset=write(tmp_path, PAIR, PAIR | {"completion": " "}, {**PAIR, "completion": ""}),
         )
     assert len(rows) == 1
-
-
-def test_what_the_hub_does_not_give_is_one_sentence(tokenizer, monkeypatch):
-    def load_dataset(name, split):
-        raise ConnectionError(f"no {name} here")
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"cannot load split 'train' .*no nobody/none here"):
-        load_instructions(tokenizer, dataset="nobody/none")

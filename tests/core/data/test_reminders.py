@@ -25,9 +25,3 @@ def test_held_out_times_and_things_are_never_trained_on():
     assert not set(train) & set(held_out)
     assert len(train) + len(held_out) == 288
     assert not set(THINGS["train"]) & set(THINGS["validation"])
-
-
-def test_pairs_are_the_same_each_time():
-    """The mistake: a run that goes on, or a model that is compared, with other rows."""
-    assert reminder_pairs(limit=5) == reminder_pairs(limit=9)[:5]
-    assert reminder_pairs(limit=5) != reminder_pairs(split="validation", limit=5)

@@ -2,18 +2,15 @@ import pytest
 import torch
 import transformers
 
-from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     longest_text,
-    norms_of,
-    projection_widths,
     require_causal_lm,
     trunk,
     without_adapters,
 )
 from recipes_lib.fine_tuning.lora import apply_lora
-from tests.not_causal import NAMES, bert_config, not_causal
+from tests.not_causal import NAMES, not_causal
 from tests.small_models import small_model
 
 REASONS = {
@@ -43,13 +40,6 @@ def test_adapters_around_it_pass(llama):
     assert decoder_blocks(adapted) is llama.model.layers and trunk(adapted) is llama.model
 
 
-def test_bert_as_a_decoder_passes():
-    """The same class reads from left to right where its configuration says so."""
-    config = bert_config()
-    config.is_decoder = True
-    require_causal_lm(transformers.BertLMHeadModel(config))
-
-
 def test_lists_inside_of_blocks_are_no_blocks():
     """More heads, experts or parts of a block than blocks: the longest list is another one."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -67,34 +57,6 @@ def test_lists_inside_of_blocks_are_no_blocks():
     experts = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(8))
     mixture.model.layers[0].mlp.experts = experts
     assert decoder_blocks(mixture) is mixture.model.layers
-
-
-@pytest.mark.parametrize(("family", "count"), [("tiny-qwen3", 2), ("tiny-gemma2", 4)])
-def test_norms_of_the_residual_stream(family, count):
-    """Qwen3 has norms of Q and K as well, inside of the attention: they are not among these."""
-    block = decoder_blocks(model_of_shape(family, device="meta"))[0]
-    assert len(norms_of(block)) == count
-
-
-@pytest.mark.parametrize("family", ["tiny-qwen3", "tiny-gpt2"])
-def test_widths_are_those_of_the_weights(family):
-    model = model_of_shape(family, device="meta")
-    block = decoder_blocks(model)[0]
-    q, kv, feed_forward = projection_widths(model.config)
-    if family == "tiny-gpt2":
-        assert block.attn.c_attn.nf == q + 2 * kv
-        assert block.mlp.c_fc.nf == feed_forward
-        return
-    assert block.self_attn.q_proj.out_features == q
-    assert block.self_attn.k_proj.out_features == kv
-    assert block.mlp.up_proj.out_features == feed_forward
-
-
-def test_heads_that_do_not_add_up_to_the_hidden_size():
-    """Qwen3 and Gemma say `head_dim` themselves: hidden_size / heads would be another number."""
-    config = model_of_shape("tiny-qwen3", device="meta").config
-    config.head_dim = 32
-    assert projection_widths(config)[:2] == (4 * 32, 2 * 32)
 
 
 LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -11,7 +11,6 @@ from recipes_lib.core.model.chunked_loss import (
     check_labels,
     divisor_of_mean,
     dtype_of_products,
-    rows_of_a_chunk,
     rows_with_a_target,
 )
 
@@ -60,14 +59,3 @@ def test_dtype_of_products(monkeypatch, dtype, native, expected):
         if dtype == torch.float64:
             narrow = dtype  # which autocast leaves alone
         assert dtype_of_products(tensor, tensor, "cpu") == narrow
-
-
-def test_rows_of_a_chunk():
-    def rows(vocabulary, dtype=torch.float32, chunk_size=None):
-        return rows_of_a_chunk(vocabulary, dtype, chunk_size=chunk_size, most_bytes=2**26)
-
-    assert rows(49152) == 320
-    assert rows(49152, torch.bfloat16) == 640
-    assert rows(2**22) == 64  # however large the vocabulary is
-    assert rows(49152, chunk_size=5) == 5
-    assert rows(2**20, chunk_size=10**6) * 2**20 < 2**31  # kernels count in 32 bits

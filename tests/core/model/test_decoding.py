@@ -6,8 +6,6 @@ import torch
 from recipes_lib.core.model.decoding import (
     KeyValueCache,
     greedy,
-    is_decoder,
-    require_causal_lm_or_decoder,
     stop_ids,
     token_row,
 )
@@ -15,13 +13,6 @@ from recipes_lib.core.model.decoding import (
 
 def cache_of(capacity=6, batch=1):
     return KeyValueCache(layers=2, kv_heads=3, head_dim=4, capacity=capacity, batch=batch)
-
-
-def test_no_room():
-    cache = cache_of(capacity=3)
-    cache.reserve(3)
-    with pytest.raises(ValueError, match=r"made for 3: give new_cache\(max_tokens=4\)"):
-        cache.reserve(4)
 
 
 def test_positions_and_mask_without_padding():
@@ -46,13 +37,6 @@ def test_positions_and_mask_with_padding_on_the_left():
 
 
 # --- token ids ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", [[3, 1], torch.tensor([[3, 1]]).int()])
-def test_one_row_in_any_form(tokens):
-    """The mistake: a list becomes a column, or ids stay in 32 bits."""
-    row = token_row(tokens, vocabulary=4)
-    assert row.tolist() == [[3, 1]] and row.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
@@ -108,13 +92,3 @@ def test_each_token_is_read_once():
 
 def test_a_stop_token_ends_the_answer_and_belongs_to_it():
     assert greedy(Counting(), [1], new_tokens=6, stop={4}) == [2, 3, 4]
-
-
-def test_models_and_decoders(llama):
-    assert is_decoder(Counting()) and not is_decoder(llama)
-    require_causal_lm_or_decoder(Counting())
-    require_causal_lm_or_decoder(llama)
-    with pytest.raises(ValueError, match="give a decoder-only model"):
-        require_causal_lm_or_decoder(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"give what apply_decode_loop\(model\) returns"):
-        greedy(llama, [1, 2], new_tokens=3)

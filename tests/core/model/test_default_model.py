@@ -80,17 +80,3 @@ def test_offline_is_found_out_at_once(monkeypatch, tmp_path):
     assert module.offline("someone/something")
     assert tried == [3, 3]
     module._reaches.cache_clear()
-
-
-def test_one_commit_of_the_hub(monkeypatch, tmp_path, capsys):
-    """The mistake: the weights change when somebody pushes to the hub."""
-    import huggingface_hub
-
-    asked = []
-    monkeypatch.setattr(module, "offline", lambda where: False)
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda *args, **options: asked.append(options)
-    )
-    assert module._from_hub(tmp_path).startswith("hub")
-    assert asked[0]["revision"] == module.SMOLLM2_REVISION
-    assert "270 MB" in capsys.readouterr().err, "who waits is told for what"

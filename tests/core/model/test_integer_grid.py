@@ -53,17 +53,3 @@ def test_the_largest_weight_misses_by_half_a_step():
     assert grid.scales.tolist() == [[1.0], [1.0]]
     # The one above zero is rounded to 8 first, and cut off.
     assert inside_grid(weight, bits=4).tolist() == [[False, True], [True, True]]
-
-
-def test_a_filter_of_a_convolution_has_one_scale():
-    weight = torch.randn(5, 3, 2, 2)
-    grid = to_grid(weight, bits=4)
-    assert grid.levels.shape == weight.shape and grid.scales.shape == (5, 1)
-    assert torch.equal(grid.weight().flatten(1), to_grid(weight.flatten(1), bits=4).weight())
-
-
-def test_bad_weights():
-    with pytest.raises(ValueError, match="not finite"):
-        to_grid(torch.full((1, 32), float("nan")), bits=4)
-    with pytest.raises(ValueError, match=r"group=128 does not divide: give .* as group=64"):
-        to_grid(torch.zeros(1, 576), bits=4, group=128)

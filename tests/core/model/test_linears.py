@@ -16,7 +16,6 @@ from recipes_lib.core.model.linears import (
     read_by_the_model,
     replace_linears,
 )
-from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.precision.int8 import apply_int8
 from tests.small_models import small_model
@@ -30,18 +29,6 @@ class Small(nn.Module):
         self.embedding = nn.Embedding(5, 4)
         self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
         self.head = nn.Linear(4, 5)
-
-
-def test_all_linear_layers_of_a_model(llama):
-    layers = linear_layers(llama)
-    assert len(layers) == 2 * 7 + 1, "seven projections per block, and the output layer"
-    assert layers["model.layers.1.mlp.down_proj"] is llama.model.layers[1].mlp.down_proj
-    assert "model.embed_tokens" not in layers
-    for names in (["model.embed_tokens"], []):
-        with pytest.raises(ValueError, match="has no linear layer"):
-            layers_to_quantize(llama, names)
-    adapted = apply_lora(llama)  # a name without the wrapper's prefix is no name of this model
-    assert output_layer_name(adapted) in linear_layers(adapted)
 
 
 def test_a_token_reads_the_products_and_not_the_embedding():
@@ -71,14 +58,6 @@ def test_a_quantized_model_is_not_saved_as_if_it_were_whole(tmp_path):
 
 
 # --- which layers, and what has been done to them -------------------------------------------------
-
-
-def test_layers_to_quantize_are_all_but_the_output_layer(llama):
-    names = layers_to_quantize(llama, None)
-    assert len(names) == 2 * 7 and "lm_head" not in names
-    # A name that comes twice would be looked for in vain the second time.
-    assert layers_to_quantize(llama, ["lm_head", "lm_head"]) == ["lm_head"]
-    assert layers_to_quantize(llama, linear_layers(llama)) == [*linear_layers(llama)]
 
 
 def test_the_real_cause_is_named(llama):

@@ -28,23 +28,6 @@ def test_unknown_model(name, monkeypatch):
         load_model(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "load", "default"),
-    [("tokenizer.json", load_tokenizer, True), ("model.safetensors", load_model, False)],
-)
-def test_a_damaged_file_is_said_to_be_damaged(monkeypatch, tmp_path, llama, name, load, default):
-    """The mistake: "give 'smollm2'", said to somebody who has given it."""
-    llama.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
-    (tmp_path / name).write_text("{")
-    given, advice = str(tmp_path), "give 'smollm2', a local folder"
-    if default:
-        given, advice = "smollm2", f"delete {tmp_path}"
-        monkeypatch.setattr(loading, "resolve", lambda name: str(tmp_path))
-    with pytest.raises(ValueError, match=rf"cannot load .*\w+: .*{advice}"):
-        load(given)
-
-
 @pytest.mark.parametrize("load", [load_model, load_config, load_tokenizer])
 def test_nobody_is_asked_whether_to_run_the_code_of_a_folder(monkeypatch, tmp_path, load):
     """transformers would ask in the terminal, and run it after a "y"."""

@@ -4,13 +4,6 @@ from recipes_lib.core.model import marks
 from recipes_lib.core.model.marks import mark, marked, unmark
 
 
-def test_every_mark_has_a_name_of_its_own_and_is_in_the_table():
-    """A mark that is not listed is a secret between two techniques."""
-    constants = {name: value for name, value in vars(marks).items() if name.isupper()}
-    assert all(constant in marks.__doc__ for constant in constants)
-    assert len(set(constants.values())) == len(constants)
-
-
 def test_block_number_zero_is_a_mark_and_false_is_none():
     """The first block would look as if it were not checkpointed."""
     block = torch.nn.Linear(1, 1)

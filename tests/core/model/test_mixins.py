@@ -4,7 +4,7 @@ import inspect
 import pytest
 import torch
 from accelerate import dispatch_model
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
 
 from recipes_lib.core.model.causal_lm import decoder_blocks
@@ -89,16 +89,6 @@ def test_a_device_map_is_refused_before_anything_changes(apply, llama):
     with pytest.raises(ValueError, match="forward of its own"):
         apply(llama)
     assert [(type(module), vars(module)) for module in llama.modules()] == before
-
-
-def test_all_blocks_are_asked_before_the_first_changes(llama):
-    """The compiler is not undone by a probe: half of the blocks would be compiled."""
-    blocks = decoder_blocks(llama)
-    block_class = type(blocks[0])
-    add_hook_to_module(blocks[-1], ModelHook())
-    with pytest.raises(ValueError, match="forward of its own"):
-        apply_compiled_blocks(llama)
-    assert type(blocks[0]) is block_class
 
 
 def count_runs(model):

@@ -7,15 +7,12 @@ import torch
 import transformers
 from torch import nn
 
-from recipes_lib.core.measure import PeakMemory, dry_run
-from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model import output_layer as module
 from recipes_lib.core.model.output_layer import (
     makes_plain_logits,
     output_layer_of,
     require_shifted_loss,
     run_to_the_output_layer,
-    targets_of,
 )
 from tests.small_models import small_model
 
@@ -27,11 +24,6 @@ def stopped(model, batch):
     """Output and hidden states of a forward without labels."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return run_to_the_output_layer(model, partial(model, **inputs, use_cache=False))
-
-
-def hooks_of(model):
-    head = model.get_output_embeddings()
-    return [*head._forward_hooks, *head._forward_pre_hooks]
 
 
 @pytest.mark.parametrize(
@@ -68,35 +60,6 @@ def test_logits_that_are_more_than_a_layer(batch, monkeypatch):
     monkeypatch.setattr(module, "logit_factor", lambda model: 1)
     output, hidden = stopped(model, batch)
     assert not makes_plain_logits(output, hidden, output_layer_of(model))
-
-
-def test_two_tokens_copy_no_weight_under_autocast():
-    """For two tokens autocast would make a 16-bit copy of the whole output layer."""
-    with dry_run():
-        model = model_of_shape("smollm2-135m", layers=1, device="cpu")
-        ids = torch.zeros(1, 8, dtype=torch.long)
-        copies = {}
-        for name, forward in (
-            ("all", partial(model, input_ids=ids, use_cache=False)),
-            ("two", partial(stopped, model, {"input_ids": ids})),
-        ):
-            with PeakMemory() as memory, torch.autocast("cpu", torch.bfloat16):
-                before = memory.current
-                forward()
-            copies[name] = memory.peak - before
-    weight = model.get_output_embeddings().weight
-    assert copies["all"] - copies["two"] == pytest.approx(2 * weight.numel(), rel=0.05)
-
-
-# --- labels and the result ------------------------------------------------------------------------
-
-
-def test_each_position_predicts_the_next_token():
-    """Labels that are not shifted would teach the model to repeat what it reads."""
-    labels = torch.tensor([[4, 5, 6], [-100, 8, 9]])
-    assert targets_of({"labels": labels}).tolist() == [[5, 6, -100], [8, 9, -100]]
-    assert targets_of({"labels": labels, "ignore_index": -1})[0].tolist() == [5, 6, -1]
-    assert targets_of({"labels": labels, "shift_labels": labels}) is labels
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from recipes_lib.core.model import load_model, recurrence_kernels
-from recipes_lib.core.model.recurrence_kernels import missing_kernels, recurrence_packages
+from recipes_lib.core.model.recurrence_kernels import recurrence_packages
 from tests.families.configs import tiny_model
 
 WANTED = {
@@ -19,14 +19,6 @@ WANTED = {
 def test_the_packages_of_a_family(family):
     """The mistake: transformers names its kernels in another way, and no model lacks any."""
     assert recurrence_packages(tiny_model(family)) == WANTED[family]
-
-
-def test_what_is_installed_is_not_missing(monkeypatch):
-    """The mistake: a name for pip is looked for as a module."""
-    monkeypatch.setattr(
-        recurrence_kernels.importlib.util, "find_spec", lambda name: name == "fla" or None
-    )
-    assert missing_kernels(tiny_model("qwen3_next")) == ["causal-conv1d"]
 
 
 def test_loading_says_it(tmp_path, monkeypatch):

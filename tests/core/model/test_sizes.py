@@ -4,24 +4,10 @@ import pytest
 import torch
 
 from recipes_lib.core.model.sizes import (
-    parts_needed,
     state_bytes,
     state_tensors,
-    storage_bytes,
-    tensor_bytes,
     weight_bytes,
 )
-
-
-def test_a_part_that_is_not_full_counts():
-    assert [parts_needed(count, 4) for count in (0, 1, 4, 5)] == [0, 1, 1, 2]
-    assert parts_needed(2**60 + 1, 2) == 2**59 + 1  # a float would have lost the one
-
-
-def test_a_view_counts_its_elements_or_its_storage():
-    tensor = torch.zeros(10, 4)
-    assert tensor_bytes(tensor[:2]) == 2 * 4 * 4
-    assert storage_bytes([tensor[:2], tensor[2:]]) == 10 * 4 * 4, "one storage counts once"
 
 
 def test_parameters_that_share_a_storage_are_one():

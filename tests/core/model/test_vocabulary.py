@@ -5,7 +5,6 @@ import torch
 
 from recipes_lib.core.model import load_tokenizer, model_of_shape
 from recipes_lib.core.model.vocabulary import (
-    add_tokens,
     check_vocabulary,
     grow_vocabulary,
     stop_at,
@@ -26,14 +25,6 @@ def test_a_token_beyond_the_table_is_named_with_the_line_that_mends_it():
     mended = r"padding has token 49152 .*--add-token '\[PAD\]'.*resize_token_embeddings\(49153\)"
     with pytest.raises(ValueError, match=mended):
         check_vocabulary(ROWS, tokenizer=tokenizer, size=49152)
-
-
-def test_tokens_are_added_once():
-    tokenizer = load_tokenizer()
-    added = add_tokens(tokenizer, ["<a>", "<|im_end|>"])
-    assert added == {"<a>": 49152, "<|im_end|>": 2}
-    assert add_tokens(tokenizer, ["<a>"]) == {"<a>": 49152}
-    assert tokenizer("x<a>y")["input_ids"][1] == 49152
 
 
 BEYOND = [130, 128]  # the table; 100 is in it

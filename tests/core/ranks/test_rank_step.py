@@ -1,28 +1,17 @@
 """Rows of a rank, tokens of all, and a step in which every token weighs the same."""
 
-import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import mesh_of
-from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows, rank_step
+from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows
 from recipes_lib.core.ranks.rank_step import tokens_of_all_ranks as tokens_of
 from tests.core.refusal import refusal
 from tests.parallel.parity import (
-    TOLERANCE,
-    Run,
     global_batch,
-    largest_difference,
     own_batches,
-    sgd,
-    tiny_model,
-    train_alone,
-    whole_parameters,
 )
-
-NO_CLIPPING = 1e9  # a norm that no gradient has
 
 
 def rows_of_four():
@@ -42,22 +31,6 @@ def test_rows_of_meshes(four_ranks):
     assert firsts == [[0, 2, 4, 6], [0, 0, 4, 4], [0, 2, 4, 6]]
     assert refused == "batch_size=6: give a multiple of the 4 ranks"
     assert rank_rows(6) == slice(0, 6)
-
-
-def train_wrapped(reduce_each):
-    model = DistributedDataParallel(tiny_model())
-    optimizer = sgd(model.parameters())
-    losses = []
-    for step in range(4):
-        losses.append(rank_step(model, optimizer, own_batches(step, 2), reduce_each=reduce_each))
-    return Run(losses, whole_parameters(model))
-
-
-@pytest.mark.parametrize("reduce_each", [False, True])
-def test_ranks_with_unequal_tokens_train_as_one_process(two_ranks, reduce_each):
-    """The mistake: a mean over each rank's own tokens. A factor shows without clipping only."""
-    run = two_ranks.run(train_wrapped, reduce_each=reduce_each)
-    assert largest_difference(run, train_alone(max_norm=NO_CLIPPING)) < TOLERANCE
 
 
 def refused():

@@ -1,11 +1,10 @@
 """Who a process is among the ranks, their meshes, and collectives over them."""
 
 import pytest
-import torch
 
 from recipes_lib.core.ranks import group_device, rank, require_group, world_size
 from recipes_lib.core.ranks.agreement import agree
-from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter, sums_over_ranks
+from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import default_mesh, mesh_of, one_axis
 from tests.core.refusal import refusal
 
@@ -16,24 +15,6 @@ def test_a_process_that_is_alone():
     for needs_others in (require_group, default_mesh, agree, mesh_of, group_device):
         with pytest.raises(ValueError, match=r"there is no process group.*torchrun"):
             needs_others()
-
-
-def gather_and_scatter():
-    """Who I am; parts of two rows; and this rank's rows of a sum."""
-    mine = torch.full((2, 3), float(rank()))
-    whole = torch.empty(4, 3)
-    all_gather(whole, mine)
-    part = torch.empty(2, 3)
-    reduce_scatter(part, whole + rank())
-    return (rank(), world_size(), str(group_device())), whole, part
-
-
-def test_gather_and_scatter(two_ranks):
-    """The mistake: parts in another order than that of the ranks."""
-    who, whole, part = two_ranks.run(gather_and_scatter)
-    assert who == (0, 2, "cpu")
-    assert whole[:, 0].tolist() == [0, 0, 1, 1]
-    assert part.tolist() == [[0 + 0 + 1] * 3] * 2  # row 0 of both ranks, to which rank 1 adds 1
 
 
 def meshes_of_four():

@@ -1,14 +1,12 @@
 """Calls and bytes of collectives, of every part of PyTorch that makes them."""
 
 import torch
-from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch import distributed
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
-from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
+from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.core.ranks.traffic import count_traffic
 
 SIZE = 4 * 24  # bytes of 24 numbers in fp32
@@ -84,38 +82,3 @@ def test_four_ranks_and_groups_of_two(four_ranks):
     assert to_all.bytes == {"all_to_all": 24} and to_all.sent == 24 - 12
     assert of_two.bytes == {"all_reduce": SIZE} and of_two.sent == SIZE
     assert of_dtensor.bytes == {"all_gather": SIZE} and of_dtensor.sent == SIZE // 2
-
-
-def layers():
-    return nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
-
-
-def steps_of_wrappers():
-    """A step of replicas, and one of shards."""
-    found = {}
-    model = DistributedDataParallel(layers())
-    rows = torch.randn(2, 16)
-    for _ in range(2):  # the first two arrange the buckets
-        model(rows).sum().backward()
-    with count_traffic() as found["replicas"]:
-        model(rows).sum().backward()
-    model = layers()
-    for layer in model:
-        fully_shard(layer, mesh=default_mesh(), reshard_after_forward=True)
-    fully_shard(model, mesh=default_mesh())
-    with count_traffic() as found["shards"]:
-        model(rows).sum().backward()
-    return found
-
-
-def test_replicas_and_shards(two_ranks):
-    """What backward calls from PyTorch's C++ counts, and nothing counts twice."""
-    found = two_ranks.run(steps_of_wrappers)
-    weights = 4 * 4 * 16 * 16
-    replicas = found["replicas"]
-    assert replicas.bytes == {"all_reduce": weights} and replicas.sent == weights
-    shards = found["shards"]
-    # Each layer in forward and again in backward; gradients once.
-    assert shards.calls == {"all_gather": 8, "reduce_scatter": 4}
-    assert shards.bytes == {"all_gather": 2 * weights, "reduce_scatter": weights}
-    assert shards.sent == 3 * weights // 2
