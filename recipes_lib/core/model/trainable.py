@@ -6,28 +6,10 @@ what the caller has at hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-
-from recipes_lib.core.checks import check_number
-
-
-def check_adamw(*, betas: tuple[float, float] = (0.9, 0.999), **options: Any) -> None:
-    """The options of an AdamW: finite numbers of 0 or more, and betas below 1.
-
-    All may be tensors, as PyTorch's own optimizers take them. Raises ValueError.
-    """
-    check_number(least=0, **{name: _number(value) for name, value in options.items()})
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"betas={betas!r}: give two numbers, such as (0.9, 0.999)")
-    beta1, beta2 = betas
-    check_number(least=0, below=1, beta1=_number(beta1), beta2=_number(beta2))
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def parameters_to_train(model_or_params: torch.nn.Module | Iterable[Any]) -> Iterable[Any]:

@@ -7,7 +7,6 @@ agreement      ranks that differ, or of which one fails: an error on all of them
 collectives    gather, scatter and exchange one tensor, sum a few numbers over ranks
 gradient_norm  clip by the norm of all gradients, of which each rank holds a part
 meshes         places of the ranks along named axes
-pipeline_grid  which rank computed what from when to when, and what of it is idle
 rank_bytes     what one rank holds: bytes of parameters, gradients and optimizer states
 rank_pool      ranks that stay alive: several functions on the same processes
 rank_run       what a training run on several ranks leaves behind, as plain numbers

@@ -206,7 +206,7 @@ def _end(workers: dict[int, ProcessPoolExecutor]) -> None:
 
 
 class _Failure(Exception):
-    """The traceback of an error as text, which can always be sent; of a ValueError its text, too."""
+    """The traceback of an error as text, which can always be sent, and what a ValueError says."""
 
     def __init__(self, trace: str, refusal: str | None) -> None:
         super().__init__(trace, refusal)

@@ -29,7 +29,7 @@ Source     Huang et al., "GPipe" (arXiv 1811.06965); Narayanan et al., PipeDream
 Shapes: B batch, M micro-batches, S sequence, D hidden, V vocabulary; P ranks.
 
 arithmetic  what one rank keeps, and what it sends
-clock  when each action of a pipeline began and ended
+clock  which rank computed what from when to when, and what of it is idle
 stage  some blocks of a model as a module of their own
 """
 
@@ -52,8 +52,13 @@ from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import exchange
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import one_axis
-from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD, Action
-from recipes_lib.parallel.pipeline_parallel.clock import Clock, TimedStage
+from recipes_lib.parallel.pipeline_parallel.clock import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    Clock,
+    TimedStage,
+)
 from recipes_lib.parallel.pipeline_parallel.stage import Stage, drop_all_but, require_family
 
 SCHEDULES = {

@@ -1,4 +1,10 @@
-"""When each action of a pipeline began and ended, measured on every rank.
+"""The grid of a pipeline: which rank computed what from when to when, and what of it is idle.
+
+    time ->          0   1   2   3   4   5   6   7   8   9  10  11
+    rank 0, stage 0  F0  F1   .   .  B0  B0  F2  B1  B1   .  B2  B2
+    rank 1, stage 1   .  F0  B0  B0  F1  B1  B1  F2  B2  B2   .   .
+
+Each cell is an `Action`. The bubble is the idle part of the time of all ranks.
 
 All ranks count from the moment at which rank 0 began: each knows from the time of day how much
 later it began itself. So machines differ by what their clocks differ. On a GPU events are recorded,
@@ -9,16 +15,46 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 from torch.distributed.pipelining import PipelineStage
 
-from recipes_lib.core.ranks.pipeline_grid import BACKWARD, FORWARD, Action
-
 MILLISECONDS = 1000  # of a second
+FORWARD = "forward"
+BACKWARD = "backward"
+
+
+class Action(NamedTuple):
+    """One stage computes one micro-batch in one direction; `begin` and `end` are seconds."""
+
+    rank: int
+    stage: int
+    direction: str  # FORWARD or BACKWARD
+    micro_batch: int
+    begin: float = 0.0
+    end: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.begin
+
+    def at(self, begin: float, end: float) -> Action:
+        """The same action from `begin` to `end`."""
+        return self._replace(begin=begin, end=end)
+
+
+def bubble_of(actions: Iterable[Action]) -> float:
+    """The idle part of the time of all ranks, from the first begin to the last end: 0 to 1."""
+    actions = list(actions)
+    ranks = {action.rank for action in actions}
+    busy = sum(action.seconds for action in actions)
+    begin = min(action.begin for action in actions)
+    end = max(action.end for action in actions)
+    return 1 - busy / (len(ranks) * (end - begin))
 
 
 class Clock:

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from recipes_lib.core.checks import check_choice, check_number, check_whole
-from recipes_lib.core.model.trainable import check_adamw
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHOICES = {
@@ -89,7 +88,9 @@ class Settings:
         check_number(above=0, alpha=self.alpha, learning_rate=self.learning_rate)
         check_number(least=0, below=1, dropout=self.dropout)
         check_number(least=0, max_grad_norm=self.max_grad_norm)
-        check_adamw(betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+        check_number(least=0, eps=self.eps, weight_decay=self.weight_decay)
+        beta1, beta2 = self.betas
+        check_number(least=0, below=1, beta1=beta1, beta2=beta2)
         if self.save_steps is not None:
             check_whole(save_steps=self.save_steps)
         names = self.target_modules

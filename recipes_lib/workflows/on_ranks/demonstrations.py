@@ -22,7 +22,6 @@ from torch import distributed
 from torch.nn import functional as F
 
 from recipes_lib.core.ranks import group_device, rank, world_size
-from recipes_lib.core.ranks.pipeline_grid import Action
 from recipes_lib.core.ranks.rank_step import (
     Batch,
     averaging,
@@ -47,6 +46,7 @@ from recipes_lib.parallel.fully_sharded.kept_in_fp32 import dtypes_of_step
 from recipes_lib.parallel.fully_sharded.strategies import STRATEGIES as SHARDING
 from recipes_lib.parallel.fully_sharded.strategies import StrategyBytes, measured_strategy
 from recipes_lib.parallel.pipeline_parallel import apply_pipeline_parallel
+from recipes_lib.parallel.pipeline_parallel.clock import Action
 from recipes_lib.parallel.zero import apply_zero, step_of_own_part
 from recipes_lib.parallel.zero.arithmetic import owners_of
 from recipes_lib.workflows.on_ranks.strategies import Options, adamw, own_rows
