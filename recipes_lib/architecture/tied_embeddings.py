@@ -61,13 +61,16 @@ def apply_tied_embeddings(model: Any, *, keep: str = "equal", check: bool = True
     require_causal_lm(model)
     check_choice(KEEP, keep=keep)
     promise = "function" if keep == "equal" else "changes"
-    return proves(promise, called="apply_tied_embeddings")(one_table)(model, keep=keep, check=check)
+    decorate = proves(promise, called="apply_tied_embeddings")
+    proven = decorate(one_table)
+    return proven(model, keep=keep, check=check)
 
 
 def one_table(model: Any, *, keep: str) -> Any:
     """The embedding and the output layer read the table of one of them."""
     causal = without_adapters(model)
-    embedding, output = causal.get_input_embeddings(), causal.get_output_embeddings()
+    embedding = causal.get_input_embeddings()
+    output = causal.get_output_embeddings()
     if output.weight is embedding.weight:
         raise ValueError("the output layer shares the weights of the embedding already")
     if keep == "equal" and not torch.equal(embedding.weight, output.weight):
@@ -77,8 +80,8 @@ def one_table(model: Any, *, keep: str) -> Any:
         )
     kept = output.weight if keep == "output" else embedding.weight
     _configure(causal, tied=True)
-    for table in (embedding, output):
-        table.weight = kept
+    embedding.weight = kept
+    output.weight = kept
     return model
 
 
@@ -92,29 +95,33 @@ def untie_embeddings(model: Any) -> Any:
     """
     require_causal_lm(model)
     causal = without_adapters(model)
-    embedding, output = causal.get_input_embeddings(), causal.get_output_embeddings()
-    if output.weight is not embedding.weight:
+    shared = causal.get_input_embeddings().weight
+    output = causal.get_output_embeddings()
+    if output.weight is not shared:
         raise ValueError("the output layer has weights of its own already")
-    tied = set(causal.get_expanded_tied_weights_keys(all_submodels=True))
-    own = embedding.weight.detach().clone()
-    output.weight = nn.Parameter(own, requires_grad=embedding.weight.requires_grad)
+    tied_before = _tied_names(causal)
+    output.weight = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
     _configure(causal, tied=False)
-    names = {name for name, weight in causal.named_parameters() if weight is output.weight}
-    others = tied - names - set(causal.get_expanded_tied_weights_keys(all_submodels=True))
-    if others:
-        raise ValueError(
-            f"its configuration would untie {sorted(others)[0]}, too, which comes out of a saved "
-            f"file with fresh weights"
-        )
+    untied = tied_before - _tied_names(causal)
+    for name in sorted(untied):
+        if causal.get_parameter(name) is not output.weight:
+            raise ValueError(
+                f"its configuration would untie {name}, too, which comes out of a saved file with "
+                f"fresh weights"
+            )
     return model
 
 
 def _configure(causal: Any, *, tied: bool) -> None:
     """Write it into the configuration, and let transformers tie or not, as that says now."""
     causal.config.tie_word_embeddings = tied
-    keys = causal.get_expanded_tied_weights_keys(all_submodels=True)
-    if tied and not keys:
+    if tied and not _tied_names(causal):
         raise ValueError("this family has no way to tie its output layer, so no file would")
     # What `save_pretrained`, device maps and loading ask; it was made when the model was.
-    causal.all_tied_weights_keys = keys
+    causal.all_tied_weights_keys = causal.get_expanded_tied_weights_keys(all_submodels=True)
     causal.tie_weights()
+
+
+def _tied_names(causal: Any) -> set[str]:
+    """The weights that the configuration ties to another one."""
+    return set(causal.get_expanded_tied_weights_keys(all_submodels=True))
