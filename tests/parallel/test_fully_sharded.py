@@ -6,8 +6,11 @@ from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
-from recipes_lib.parallel.fully_sharded.kept_in_fp32 import dtypes_of_step
-from recipes_lib.parallel.fully_sharded.strategies import STRATEGIES, measured_strategy
+from recipes_lib.parallel.fully_sharded.observed import (
+    STRATEGIES,
+    dtypes_of_step,
+    measured_strategy,
+)
 from tests.parallel.parity import (
     TOLERANCE,
     adamw,

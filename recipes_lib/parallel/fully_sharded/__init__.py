@@ -31,8 +31,7 @@ Source     Zhao et al., "PyTorch FSDP" (arXiv 2304.11277); Rajbhandari et al., "
 The order of recipes: adapters, then checkpoints and compiled blocks, then this, then the optimizer.
 
 arithmetic  what one rank keeps, and what it sends in a step
-kept_in_fp32  what stays in fp32 when a sharded model computes in bf16
-strategies  the four sharding strategies, measured on real ranks
+observed  dtypes in one step, and what the four sharding strategies keep and send
 """
 
 from __future__ import annotations

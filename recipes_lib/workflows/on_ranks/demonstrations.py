@@ -42,9 +42,12 @@ from recipes_lib.parallel.data_parallel import (
 )
 from recipes_lib.parallel.data_parallel.lanes import LaneRecorder, Lanes
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded, linear_of_shards
-from recipes_lib.parallel.fully_sharded.kept_in_fp32 import dtypes_of_step
-from recipes_lib.parallel.fully_sharded.strategies import STRATEGIES as SHARDING
-from recipes_lib.parallel.fully_sharded.strategies import StrategyBytes, measured_strategy
+from recipes_lib.parallel.fully_sharded.observed import STRATEGIES as SHARDING
+from recipes_lib.parallel.fully_sharded.observed import (
+    StrategyBytes,
+    dtypes_of_step,
+    measured_strategy,
+)
 from recipes_lib.parallel.pipeline_parallel import apply_pipeline_parallel
 from recipes_lib.parallel.pipeline_parallel.clock import Action
 from recipes_lib.parallel.zero import apply_zero, step_of_own_part
