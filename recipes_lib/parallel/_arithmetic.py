@@ -1,4 +1,4 @@
-"""What every `arithmetic.py` of this room has in common: the bytes that a rank keeps, by kind."""
+"""What the arithmetic of the techniques here has in common: the bytes of a rank, by kind."""
 
 from __future__ import annotations
 

@@ -14,11 +14,9 @@ from recipes_lib.parallel.pipeline_parallel import (
     apply_pipeline_parallel,
     order_of_rank,
     predicted_bubble,
-    warm_up_of_rank,
-)
-from recipes_lib.parallel.pipeline_parallel.arithmetic import (
     predicted_rank_bytes,
     predicted_sent_bytes,
+    warm_up_of_rank,
 )
 from recipes_lib.parallel.pipeline_parallel.clock import BACKWARD, FORWARD, bubble_of
 from recipes_lib.parallel.pipeline_parallel.stage import Stage

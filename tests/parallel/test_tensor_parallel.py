@@ -17,8 +17,9 @@ from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows
 from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
-from recipes_lib.parallel.tensor_parallel import apply_tensor_parallel, cut_mlp
-from recipes_lib.parallel.tensor_parallel.arithmetic import (
+from recipes_lib.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    cut_mlp,
     predicted_rank_bytes,
     predicted_sent_bytes,
 )

@@ -4,8 +4,7 @@ import torch
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import rank_step
-from recipes_lib.parallel.zero import apply_zero
-from recipes_lib.parallel.zero.arithmetic import predicted_rank_bytes
+from recipes_lib.parallel.zero import apply_zero, predicted_rank_bytes
 from tests.parallel.parity import (
     MAX_NORM,
     TOLERANCE,

@@ -33,7 +33,6 @@ Source     Liu et al., "Ring Attention with Blockwise Transformers" (arXiv 2310.
 
 Shapes: B batch, H heads, KV key and value heads, S tokens of a row, N ranks, E head dimension.
 
-arithmetic  what one rank sends in a step
 kernels  attention with its log-sum-exp, and the backward that takes it
 ring  keys and values go round, forward and backward
 ulysses  all-to-all between tokens and heads
@@ -50,12 +49,18 @@ from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
+from recipes_lib.core.model.causal_lm import (
+    decoder_blocks,
+    projection_widths,
+    require_causal_lm,
+    without_adapters,
+)
+from recipes_lib.core.model.sizes import trainable_bytes
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.parallel.context_parallel.ring import ring_attention, tokens_of
-from recipes_lib.parallel.context_parallel.ulysses import ulysses_attention
+from recipes_lib.parallel.context_parallel.ulysses import heads_to_send, ulysses_attention
 
 KINDS = ("ring", "ulysses")
 KNOWN = ("eager", "sdpa", "flash_attention_2", "fused")  # kinds of attention that are the same
@@ -339,3 +344,31 @@ def predicted_ring_work(ranks: int, *, zig_zag: bool = True) -> list[list[float]
         from_earlier = [1.0 if rank >= step else 0.0 for rank in range(ranks)]
         steps.append(from_earlier if step > 0 else [0.5] * ranks)
     return steps
+
+
+def predicted_sent_bytes(
+    model: Any, *, rows: int, tokens: int, ranks: int, kind: str = "ring"
+) -> int:
+    """Bytes that one rank sends in a step of whole `rows` of `tokens`, gradients included.
+
+    An all-to-all of X bytes sends (N-1)/N X, an all-reduce in a ring twice that.
+    """
+    causal = without_adapters(model)
+    query, key, _ = projection_widths(causal.config)
+    size = causal.dtype.itemsize
+    own = rows * tokens // ranks  # the tokens of one rank
+    away = (ranks - 1) / ranks
+    if kind == "ring":
+        keys_and_values = 2 * key * own
+        forward = (ranks - 1) * keys_and_values * size
+        # Gradients travel in fp32: they are sums over the ranks. The last step brings them home.
+        backward = forward + ranks * keys_and_values * max(size, 4)
+        if ranks == 1:
+            backward = 0
+    else:
+        head_dim = query // causal.config.num_attention_heads
+        heads = heads_to_send(key // head_dim, ranks)
+        forward = away * (2 * query + 2 * heads * head_dim) * own * size
+        backward = forward
+    attention = len(decoder_blocks(model)) * (forward + backward)
+    return round(attention + 2 * away * trainable_bytes(model))

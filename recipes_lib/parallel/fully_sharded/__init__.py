@@ -30,7 +30,6 @@ Source     Zhao et al., "PyTorch FSDP" (arXiv 2304.11277); Rajbhandari et al., "
 
 The order of recipes: adapters, then checkpoints and compiled blocks, then this, then the optimizer.
 
-arithmetic  what one rank keeps, and what it sends in a step
 observed  dtypes in one step, and what the four sharding strategies keep and send
 """
 
@@ -43,11 +42,13 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.ranks import require_group
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
 from recipes_lib.core.ranks.meshes import default_mesh
+from recipes_lib.parallel._arithmetic import STATES, Kept, part_bytes, trained
 from recipes_lib.parallel._sharding import (
     require_new_on_ranks,
     require_same_weights,
@@ -151,3 +152,34 @@ def _require_alike(model: Any, **options: Any) -> None:
             "apply_quantized_shards"
         )
     require_same_weights(model)
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_rank_bytes(model: Any, *, ranks: int) -> Kept:
+    """What one of the `ranks` that share a copy of the model keeps, with AdamW."""
+    gradients = part_bytes(trained(model), ranks)
+    return Kept(part_bytes(model.parameters(), ranks), gradients, STATES * gradients)
+
+
+def predicted_sent_bytes(model: Any, *, ranks: int, copies: int = 1) -> int:
+    """Bytes that one rank sends in a step; a forward alone sends less.
+
+    A block is gathered in forward and again in backward, everything else once, and gradients are
+    scattered. A ring of N ranks sends (N - 1) / N of a tensor for each of these.
+
+    Over copies (HSDP) the parts of the gradients are added up as DDP does.
+
+    Raises ValueError for ranks that `copies` does not divide.
+    """
+    check_whole(ranks=ranks, copies=copies)
+    if ranks % copies:
+        raise ValueError(f"copies={copies}: give a divisor of the {ranks} ranks")
+    shards = ranks // copies
+    gathered = part_bytes(model.parameters(), shards)
+    gathered += part_bytes(decoder_blocks(model).parameters(), shards)  # once more, in backward
+    scattered = part_bytes(trained(model), shards)
+    in_a_copy = (gathered + scattered) * (shards - 1)
+    between_copies = 2 * scattered * (copies - 1) // copies
+    return in_a_copy + between_copies

@@ -28,7 +28,6 @@ Source     Huang et al., "GPipe" (arXiv 1811.06965); Narayanan et al., PipeDream
 
 Shapes: B batch, M micro-batches, S sequence, D hidden, V vocabulary; P ranks.
 
-arithmetic  what one rank keeps, and what it sends
 clock  which rank computed what from when to when, and what of it is idle
 stage  some blocks of a model as a module of their own
 """
@@ -48,10 +47,12 @@ from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.model.output_layer import at_least_fp32
+from recipes_lib.core.model.sizes import tensor_bytes
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import exchange
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import one_axis
+from recipes_lib.parallel._arithmetic import Kept, kept_whole
 from recipes_lib.parallel.pipeline_parallel.clock import (
     BACKWARD,
     FORWARD,
@@ -366,3 +367,61 @@ def predicted_bubble(*, ranks: int, micro_batches: int, stages_per_rank: int = 1
     """
     check_whole(ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
     return (ranks - 1) / (stages_per_rank * micro_batches + ranks - 1)
+
+
+def predicted_sent_bytes(model: Any, *, rows: int, tokens: int, ranks: int, rank: int) -> int:
+    """Bytes that a rank with one stage sends: [B, S, D] over each of its borders, forward and back.
+
+    Together with the gradient of a tied embedding, which the first and the last rank exchange.
+    """
+    if ranks == 1:
+        return 0
+    causal = without_adapters(model)
+    hidden = rows * tokens * causal.config.hidden_size * causal.dtype.itemsize
+    borders = 2
+    if rank in (0, ranks - 1):
+        borders = 1  # nothing goes back from the first stage, nor on from the last
+    sent = borders * hidden
+    embedding = causal.get_input_embeddings().weight
+    tied = embedding is causal.get_output_embeddings().weight
+    if tied and embedding.requires_grad and rank in (0, ranks - 1):
+        sent += tensor_bytes(embedding)
+    return sent
+
+
+def predicted_rank_bytes(model: Any, *, ranks: int, rank: int) -> Kept:
+    """The rank's blocks, and an end of the model on the first and on the last one."""
+    whole = kept_whole(model)
+    share_of_trained = _own_share(model, ranks, rank, trained_only=True)
+    return Kept(
+        round(whole.weights * _own_share(model, ranks, rank, trained_only=False)),
+        round(whole.gradients * share_of_trained),
+        round(whole.states * share_of_trained),
+    )
+
+
+def _own_share(model: Any, ranks: int, rank: int, *, trained_only: bool) -> float:
+    """The part of the model's bytes that one rank holds; a tied weight is held by two ranks."""
+    causal = without_adapters(model)
+    blocks = _bytes_of(decoder_blocks(model), trained_only)
+    first = _bytes_of(causal.get_input_embeddings(), trained_only)
+    last = _bytes_of(causal.get_output_embeddings(), trained_only)
+    whole = _bytes_of(model, trained_only)
+    own = blocks / ranks
+    if rank == 0:
+        own += first
+    if rank == ranks - 1:
+        # All that is neither a block nor the embedding: the norm, and an untied output layer.
+        own += whole - blocks - first
+        tied = causal.get_input_embeddings().weight is causal.get_output_embeddings().weight
+        if tied and ranks > 1:
+            own += last
+    return own / max(whole, 1)
+
+
+def _bytes_of(module: nn.Module, trained_only: bool) -> int:
+    total = 0
+    for parameter in module.parameters():
+        if parameter.requires_grad or not trained_only:
+            total += tensor_bytes(parameter)
+    return total

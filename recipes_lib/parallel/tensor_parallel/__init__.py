@@ -31,7 +31,6 @@ Source     Shoeybi et al., "Megatron-LM" (arXiv 1909.08053); Korthikanti et al.,
 
 Shapes: T tokens, D hidden, F feed-forward, V vocabulary, N ranks.
 
-arithmetic  what one rank keeps, and what it sends
 loss  the loss of logits that are cut by the vocabulary
 simulated  four ranks in one process, with every part to print
 styles  a table of tokens that is cut, and norms that are whole
@@ -56,15 +55,18 @@ from torch.distributed.tensor.parallel import (
 
 from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of, require_causal_lm, trunk
+from recipes_lib.core.model.sizes import tensor_bytes
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
+from recipes_lib.parallel._arithmetic import STATES, Kept, kept_whole
 from recipes_lib.parallel.tensor_parallel.loss import cut_causal_lm_loss
 from recipes_lib.parallel.tensor_parallel.styles import CutTable, WholeWeights
 
 BY_OUTPUT = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 BY_OUTPUT += ["mlp.gate_proj", "mlp.up_proj"]
 BY_INPUT = ["self_attn.o_proj", "mlp.down_proj"]
+READERS = 2  # per block: attention and the feed-forward layers each read [T, D] as a whole
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -232,3 +234,60 @@ def require_divisible(model: Any, *, ranks: int) -> None:
                 f"{ranks} ranks do not divide {count} {name}: give a mesh whose size divides "
                 f"{math.gcd(*counts.values())}"
             )
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def predicted_sent_bytes(model: Any, *, rows: int, tokens: int, ranks: int) -> int:
+    """Bytes that one rank sends in the forward and backward of one micro-batch.
+
+    The stream [T, D] is exchanged at 2 L + 1 places, twice in forward and twice in backward: a
+    reduce-scatter and an all-gather, each (N-1)/N of it. The gradients of norms follow, and three
+    numbers per token for the loss.
+
+    `model` is the whole one, before it is cut.
+    """
+    tokens = rows * tokens
+    places = READERS * len(decoder_blocks(model)) + 1  # the first is behind the embedding
+    of_token = model.config.hidden_size * model.dtype.itemsize  # in the residual stream
+    bytes_in_rings = 4 * places * tokens * of_token
+    for norm in _whole_norms(model):
+        bytes_in_rings += sum(2 * tensor_bytes(weight) for weight in norm.parameters())
+    bytes_in_rings += 2 * 3 * 4 * tokens
+    return bytes_in_rings * (ranks - 1) // ranks
+
+
+def _whole_norms(model: Any) -> list[nn.Module]:
+    """All norms: those of the blocks, those of heads inside of them, and the last one."""
+    norms = norms_of(trunk(model))[-1:]
+    for block in decoder_blocks(model):
+        norms += norms_of(block) + norms_of(block.self_attn)
+    return norms
+
+
+def predicted_rank_bytes(model: Any, *, ranks: int) -> Kept:
+    """A part of each matrix, and small weights and buffers whole."""
+    whole = kept_whole(model)
+    small = _whole_parameter_bytes(model)
+    buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
+    staying = Kept(small + buffers, small, STATES * small)
+    parts = []
+    for size, stays in zip(whole, staying, strict=True):
+        stays = min(stays, size)  # of a frozen norm there is no gradient
+        parts.append(stays + (size - stays) // ranks)
+    return Kept(*parts)
+
+
+def _whole_parameter_bytes(model: Any) -> int:
+    """Bytes of norms, and of the biases of layers that are cut by their input.
+
+    Such a layer adds its bias once, after the sum.
+    """
+    modules = _whole_norms(model)
+    whole = sum(tensor_bytes(p) for module in modules for p in module.parameters())
+    for block in decoder_blocks(model):
+        for layer in (block.self_attn.o_proj, block.mlp.down_proj):
+            if layer.bias is not None:
+                whole += tensor_bytes(layer.bias)
+    return whole

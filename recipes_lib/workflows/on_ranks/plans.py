@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.sizes import trainable_bytes
 from recipes_lib.core.ranks.traffic import ring_bytes
+from recipes_lib.parallel import (
+    context_parallel,
+    fully_sharded,
+    pipeline_parallel,
+    tensor_parallel,
+    zero,
+)
 from recipes_lib.parallel._arithmetic import Kept, kept_whole
-from recipes_lib.parallel.context_parallel import arithmetic as by_tokens
-from recipes_lib.parallel.fully_sharded import arithmetic as in_shards
-from recipes_lib.parallel.pipeline_parallel import arithmetic as by_stages
-from recipes_lib.parallel.pipeline_parallel import checked_stages
-from recipes_lib.parallel.tensor_parallel import arithmetic as by_cuts
-from recipes_lib.parallel.tensor_parallel import require_divisible
-from recipes_lib.parallel.zero import arithmetic as by_zero
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES
 
 PAIR = 2  # the ranks of a shard in HSDP, and of a cut in FSDP x TP
@@ -65,41 +65,43 @@ def plan_of(
         return RankPlan(kept_whole(model), round(sent))
     if strategy.startswith("ZeRO"):
         stage = int(strategy.removeprefix("ZeRO-"))
-        sent = by_zero.predicted_sent_bytes(model, stage=stage, ranks=ranks)
-        kept = by_zero.predicted_rank_bytes(model, stage=stage, ranks=ranks)
+        sent = zero.predicted_sent_bytes(model, stage=stage, ranks=ranks)
+        kept = zero.predicted_rank_bytes(model, stage=stage, ranks=ranks)
         return RankPlan(kept, round(sent))
     if strategy in ("FSDP (ZeRO-3)", "HSDP"):
         copies = ranks // PAIR if strategy == "HSDP" else 1
-        sent = in_shards.predicted_sent_bytes(model, ranks=ranks, copies=copies)
-        return RankPlan(in_shards.predicted_rank_bytes(model, ranks=ranks // copies), sent)
+        sent = fully_sharded.predicted_sent_bytes(model, ranks=ranks, copies=copies)
+        return RankPlan(fully_sharded.predicted_rank_bytes(model, ranks=ranks // copies), sent)
     if strategy == "tensor parallel":
-        require_divisible(model, ranks=ranks)
-        sent = by_cuts.predicted_sent_bytes(model, **batch, ranks=ranks)
-        return RankPlan(by_cuts.predicted_rank_bytes(model, ranks=ranks), sent)
+        tensor_parallel.require_divisible(model, ranks=ranks)
+        sent = tensor_parallel.predicted_sent_bytes(model, **batch, ranks=ranks)
+        return RankPlan(tensor_parallel.predicted_rank_bytes(model, ranks=ranks), sent)
     if strategy == "FSDP × TP":
         return _sharded_and_cut(model, **batch, shards=ranks // PAIR)
     if strategy.startswith("pipeline"):
         return _in_stages(model, **batch, ranks=ranks, micro_batches=micro_batches)
     kind = "ulysses" if "Ulysses" in strategy else "ring"
-    sent = by_tokens.predicted_sent_bytes(model, **batch, ranks=ranks, kind=kind)
+    sent = context_parallel.predicted_sent_bytes(model, **batch, ranks=ranks, kind=kind)
     return RankPlan(kept_whole(model), sent)
 
 
 def _sharded_and_cut(model: Any, *, rows: int, tokens: int, shards: int) -> RankPlan:
     """First cut by pairs, then sharded over the pairs: what FSDP sends is half a model's."""
-    cut = by_cuts.predicted_rank_bytes(model, ranks=PAIR)
-    of_cut = by_cuts.predicted_sent_bytes(model, rows=rows // shards, tokens=tokens, ranks=PAIR)
-    of_shards = in_shards.predicted_sent_bytes(model, ranks=shards) // PAIR
+    cut = tensor_parallel.predicted_rank_bytes(model, ranks=PAIR)
+    of_cut = tensor_parallel.predicted_sent_bytes(
+        model, rows=rows // shards, tokens=tokens, ranks=PAIR
+    )
+    of_shards = fully_sharded.predicted_sent_bytes(model, ranks=shards) // PAIR
     return RankPlan(Kept(*[size // shards for size in cut]), of_cut + of_shards)
 
 
 def _in_stages(model: Any, *, rows: int, tokens: int, ranks: int, micro_batches: int) -> RankPlan:
     """The plan of the rank that keeps most."""
-    checked_stages(model, "1f1b", ranks, micro_batches, None)
+    pipeline_parallel.checked_stages(model, "1f1b", ranks, micro_batches, None)
     plans = []
     for rank in range(ranks):
-        kept = by_stages.predicted_rank_bytes(model, ranks=ranks, rank=rank)
-        sent = by_stages.predicted_sent_bytes(
+        kept = pipeline_parallel.predicted_rank_bytes(model, ranks=ranks, rank=rank)
+        sent = pipeline_parallel.predicted_sent_bytes(
             model, rows=rows, tokens=tokens, ranks=ranks, rank=rank
         )
         plans.append(RankPlan(kept, sent))

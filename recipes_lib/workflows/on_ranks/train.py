@@ -31,8 +31,7 @@ from recipes_lib.core.ranks.rank_bytes import RankBytes, rank_bytes
 from recipes_lib.core.ranks.rank_run import RankRun
 from recipes_lib.core.ranks.rank_step import Batch
 from recipes_lib.core.ranks.traffic import Traffic, count_traffic
-from recipes_lib.parallel.fully_sharded import apply_fully_sharded
-from recipes_lib.parallel.fully_sharded.arithmetic import predicted_rank_bytes
+from recipes_lib.parallel.fully_sharded import apply_fully_sharded, predicted_rank_bytes
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES, Options, Training
 
 VOCABULARY = 256  # bytes
