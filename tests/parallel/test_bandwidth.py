@@ -16,7 +16,6 @@ from recipes_lib.parallel.bandwidth import (
     measure_bus_bandwidth,
     ring_all_reduce,
 )
-from tests.core.refusal import refusal
 
 SIZES = [2**12, 2**16, 2**20, 2**22]
 
@@ -65,22 +64,6 @@ def test_every_kind_has_a_curve(two_ranks):
         # Small tensors pay for the messages: their bandwidth is a fraction of that of large ones.
         assert points[0].bus_bandwidth < points[-1].bus_bandwidth
         assert points[0].seconds < points[-1].seconds
-
-
-def wrong():
-    """The texts of both refusals on this rank."""
-    other_kind = ["all_reduce", "send"][rank()]
-    found = [refusal(measure_bus_bandwidth, other_kind, [64])]
-    found.append(refusal(measure_bus_bandwidth, "send", [64, 12]))
-    agree(found=found)  # every rank has refused
-    return found
-
-
-def test_bad_input_is_refused_on_every_rank(two_ranks):
-    """The mistake: ranks that wait for each other in other collectives."""
-    differ, uneven = two_ranks.run(wrong)
-    assert "kind: rank 0 gives 'all_reduce', rank 1 gives 'send'" in differ
-    assert uneven == "sizes=[64, 12]: give multiples of 8, ranks x bytes"
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -6,16 +6,11 @@ from torch import distributed
 
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import mesh_of
-from recipes_lib.core.ranks.rank_bytes import rank_bytes
 from recipes_lib.core.ranks.rank_step import rank_rows
-from recipes_lib.core.ranks.traffic import count_traffic
-from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.parallel.pipeline_parallel import (
     apply_pipeline_parallel,
     order_of_rank,
     predicted_bubble,
-    predicted_rank_bytes,
-    predicted_sent_bytes,
     warm_up_of_rank,
 )
 from recipes_lib.parallel.pipeline_parallel.clock import BACKWARD, FORWARD, bubble_of
@@ -24,7 +19,6 @@ from tests.core.refusal import refusal
 from tests.parallel.parity import (
     MAX_NORM,
     ROWS,
-    TOKENS,
     TOLERANCE,
     Run,
     counted_tokens,
@@ -210,39 +204,6 @@ def test_tied_weights_stay_equal_over_accumulated_batches(two_ranks):
     assert largest_difference(run, alone) < TOLERANCE
 
 
-def with_adapters():
-    """Adapters on all blocks, as if trained a little: new ones have a gradient of 0 for a half."""
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
-        with torch.enable_grad():
-            model = apply_lora(tiny_model(tie_word_embeddings=True), rank=4)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
-
-
-def trained(named_parameters):
-    return {name: value.grad for name, value in named_parameters if value.requires_grad}
-
-
-def step_with_adapters():
-    """The loss and all gradients of one step."""
-    pipeline = apply_pipeline_parallel(with_adapters(), micro_batches=4)
-    loss = pipeline.step(**global_batch(0))
-    first, second = of_all_ranks(trained(pipeline.named_parameters()))
-    return Run([loss], first | second)
-
-
-def test_adapters_train_in_stages(two_ranks):
-    """The mistakes: names that a wrapper changes, gradients of frozen weights that are awaited."""
-    model = with_adapters()
-    loss = model(**global_batch(0)).loss
-    loss.backward()
-    alone = Run([loss.item()], trained(model.named_parameters()))
-    assert largest_difference(two_ranks.run(step_with_adapters), alone) < TOLERANCE
-
-
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3"])
 def test_stages_in_a_row_are_the_model(family):
     """The mistakes: a family that does something between its blocks, windows of one kind only."""
@@ -258,36 +219,6 @@ def test_stages_in_a_row_are_the_model(family):
             hidden = Stage(model, number, 4)(hidden)
         expected = model(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(hidden, expected)
-
-
-# --- bytes ----------------------------------------------------------------------------------------
-
-
-def bytes_of_a_step():
-    """For each rank of a pipeline of a tied model: what it holds and sends; and the predictions."""
-    model = tiny_model(tie_word_embeddings=True)
-    place = {"ranks": 2, "rank": distributed.get_rank()}
-    predicted = predicted_rank_bytes(model, **place)
-    sent = predicted_sent_bytes(model, rows=ROWS, tokens=TOKENS, **place)
-    pipeline = apply_pipeline_parallel(model, micro_batches=8)
-    del model
-    optimizer = torch.optim.AdamW(pipeline.parameters())
-    pipeline.step(**global_batch(0))
-    optimizer.step()
-    held = rank_bytes(pipeline.stages, optimizer)
-    optimizer.zero_grad()
-    with count_traffic() as traffic:
-        pipeline.step(**global_batch(0))
-    held = (held.parameters + held.buffers, held.gradients, held.states)
-    return of_all_ranks((held, tuple(predicted), traffic.bytes["send"], sent))
-
-
-def test_bytes_are_the_predicted_ones(two_ranks):
-    """The mistakes: weights of other stages that stay, a message too many, a tied weight once."""
-    for held, predicted, sent, to_send in two_ranks.run(bytes_of_a_step):
-        # AdamW has a counter for each parameter, and all ranks have the frequencies of RoPE.
-        assert held == pytest.approx(predicted, rel=2e-3)
-        assert sent == to_send
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from recipes_lib.parallel.quantized_shards import (
     weight_of_shards,
 )
 from recipes_lib.parallel.quantized_shards.dry_run import beside_parts, dry_quantized_rank
-from recipes_lib.parallel.quantized_shards.layer import PackedLinear, packed, packed_shape
+from recipes_lib.parallel.quantized_shards.layer import packed, packed_shape
 from tests.parallel.parity import (
     TOLERANCE,
     Run,
@@ -90,19 +90,6 @@ def several(runs):
     return {name: train(**options) for name, options in runs.items()}
 
 
-def bytes_of_parts():
-    """What a rank keeps of the frozen base, and the whole of it."""
-    frozen = []
-    for layer in layers_of(apply_quantized_shards(qlora_model())):
-        frozen += [layer.codes, layer.scales, layer.group_scales]
-    whole = sum(parameter.nbytes for parameter in frozen)
-    return whole, sum(parameter.to_local().nbytes for parameter in frozen)
-
-
-def layers_of(model):
-    return [module for module in model.modules() if isinstance(module, PackedLinear)]
-
-
 def idea_by_hand():
     """The weight of codes and scales of all ranks against the dequantized one; the difference."""
     from bitsandbytes import functional
@@ -169,12 +156,6 @@ def test_the_idea(two_ranks):
 
 
 # --- bytes ----------------------------------------------------------------------------------------
-
-
-def test_codes_and_scales_are_in_parts(two_ranks):
-    """The mistake: codes in parts, and scales whole on every rank, as bitsandbytes leaves them."""
-    whole, kept = two_ranks.run(bytes_of_parts)
-    assert kept == pytest.approx(whole / 2, rel=0.01)
 
 
 def test_parts_of_a_dry_run():
