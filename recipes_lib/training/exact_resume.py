@@ -29,22 +29,23 @@ operators that are deterministic. Random states of torch and Python are kept; Nu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from recipes_lib.core.model.checkpoint_state import (
     NO_PARTS,
     check_same_run,
     facts_of,
-    in_python_numbers,
     kept_buffers,
     random_states,
     replaced_at_once,
-    save_loadable,
     set_random_states,
 )
 
@@ -97,12 +98,12 @@ def save_checkpoint(
         "step": step,
         "facts": facts_of(run, model, optimizer, parts),
         "tensors": _tensors(model),
-        "optimizer": in_python_numbers(optimizer.state_dict()),
-        "parts": {name: in_python_numbers(part.state_dict()) for name, part in parts.items()},
+        "optimizer": _in_python_numbers(optimizer.state_dict()),
+        "parts": {name: _in_python_numbers(part.state_dict()) for name, part in parts.items()},
         "random": random_states(),
     }
     with replaced_at_once(path) as file:
-        save_loadable(state, file)
+        _save_loadable(state, file)
 
 
 def load_checkpoint(
@@ -132,3 +133,27 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """What trains, and the buffers. They share their memory with the model: nothing is copied."""
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return trained | kept_buffers(model)
+
+
+def _save_loadable(state: Any, file: IO[bytes]) -> None:
+    """`torch.save`, and a ValueError now, not after the crash, if `torch.load` refuses the file."""
+    torch.save(state, file)
+    file.seek(0)
+    odd = get_unsafe_globals_in_checkpoint(file)
+    file.seek(0, os.SEEK_END)
+    if odd:
+        raise ValueError(
+            f"a checkpoint with {', '.join(sorted(odd))} could not be loaded: give the optimizer "
+            f"and the parts tensors, numbers and strings, for a path str(path)"
+        )
+
+
+def _in_python_numbers(value: Any) -> Any:
+    """The same without numbers of NumPy, which `torch.load` refuses: `numpy.cos` makes one."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {name: _in_python_numbers(inside) for name, inside in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_in_python_numbers(inside) for inside in value)
+    return value

@@ -22,10 +22,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from recipes_lib.core.model.fingerprint import fingerprint
 from recipes_lib.core.model.marks import MASTER_OF
@@ -158,27 +156,3 @@ def replaced_at_once(path: Path) -> Iterator[IO[bytes]]:
         file.flush()
         os.fsync(file.fileno())  # a rename may reach the disk before the content does
     os.replace(scratch, path)
-
-
-def save_loadable(state: Any, file: IO[bytes]) -> None:
-    """`torch.save`, and a ValueError now, not after the crash, if `torch.load` refuses the file."""
-    torch.save(state, file)
-    file.seek(0)
-    odd = get_unsafe_globals_in_checkpoint(file)
-    file.seek(0, os.SEEK_END)
-    if odd:
-        raise ValueError(
-            f"a checkpoint with {', '.join(sorted(odd))} could not be loaded: give the optimizer "
-            f"and the parts tensors, numbers and strings, for a path str(path)"
-        )
-
-
-def in_python_numbers(value: Any) -> Any:
-    """The same without numbers of NumPy, which `torch.load` refuses: `numpy.cos` makes one."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) is dict:
-        return {name: in_python_numbers(inside) for name, inside in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(in_python_numbers(inside) for inside in value)
-    return value

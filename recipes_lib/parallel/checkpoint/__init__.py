@@ -29,8 +29,7 @@ Source     PyTorch, "Getting started with Distributed Checkpoint" and "Asynchron
 
     runs/a/LATEST                           one line: step-00000300
     runs/a/step-00000300/run.json           step, ranks, facts of the run (checkpoint_state.py)
-    runs/a/step-00000300/rank-0.pt          random states and parts, such as the schedule
-    runs/a/step-00000300/__0_0.distcp       rank 0's parts of weights and states
+    runs/a/step-00000300/__0_0.distcp       what rank 0 writes: weights, states, random numbers …
     runs/a/step-00000300/.metadata          which part is where; PyTorch writes it last
     runs/a/step-00000400/                   being written, or left by a run that was killed
 
@@ -67,11 +66,9 @@ from recipes_lib.core.model.checkpoint_state import (
     Facts,
     check_same_run,
     facts_of,
-    in_python_numbers,
     optimizer_name,
     random_states,
     replaced_at_once,
-    save_loadable,
     set_random_states,
 )
 from recipes_lib.core.ranks import rank, world_size
@@ -131,7 +128,8 @@ def save_checkpoint(
     folder = Path(folder)
     place = _begin(folder, step, model, optimizer, run, parts, keep)
     with files_of_all_ranks():
-        dcp.save(_state_of(model, optimizer), storage_writer=dcp.FileSystemWriter(place))
+        state = _state_of(model, optimizer, parts)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(place))
     with same_error_on_all_ranks():
         if rank() == 0:
             _set_latest(place, keep)
@@ -172,7 +170,7 @@ def save_checkpoint_async(
         stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
     place = _begin(folder, step, model, optimizer, run, parts, keep)
     upload = dcp.async_save(
-        _state_of(model, optimizer),
+        _state_of(model, optimizer, parts),
         storage_writer=dcp.FileSystemWriter(place),
         process_group=group,
         async_stager=stager,
@@ -254,21 +252,21 @@ def load_checkpoint(
     with same_error_on_all_ranks():
         shared = json.loads((place / "run.json").read_text(encoding="utf-8"))
         check_same_run(place, saved=shared["facts"], given=facts)
-        same_ranks = shared["ranks"] == world_size()
-        number = rank() if same_ranks else 0
-        own = torch.load(place / f"rank-{number}.pt", map_location="cpu", weights_only=True)
 
     # Gradients of before would be those of other weights. PyTorch, too, wants none: it makes the
     # states of a fresh optimizer by a step with gradients of zero.
     optimizer.zero_grad(set_to_none=True)
-    state = _state_of(model, optimizer)
+    state = _state_of(model, optimizer, parts)
+    same_ranks = shared["ranks"] == world_size()
+    if not same_ranks:
+        del state["random"]
     with files_of_all_ranks():
         dcp.load(state, storage_reader=dcp.FileSystemReader(place))
     _set_state(model, optimizer, state)
     for name, part in parts.items():
-        part.load_state_dict(own["parts"][name])
+        part.load_state_dict(*state["parts"][name])
     if same_ranks:
-        set_random_states(own["random"])
+        set_random_states(*state["random"][str(rank())])
     return shared["step"]
 
 
@@ -281,7 +279,7 @@ def _begin(
     parts: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Check on every rank, and write the small files. Returns the new folder."""
+    """Check on every rank, and write down the facts. Returns the new folder."""
     if not _alone():
         agree(step=step, keep=keep)
     check_whole(step=step, keep=keep)
@@ -295,9 +293,6 @@ def _begin(
                 f"from it, or use another folder"
             )
         place.mkdir(parents=True, exist_ok=True)
-        states = {name: in_python_numbers(part.state_dict()) for name, part in parts.items()}
-        with replaced_at_once(place / f"rank-{rank()}.pt") as file:
-            save_loadable({"random": random_states(), "parts": states}, file)
         if rank() == 0:
             shared = {"step": step, "ranks": world_size(), "facts": facts}
             (place / "run.json").write_text(json.dumps(shared, indent=1), encoding="utf-8")
@@ -340,13 +335,18 @@ def _facts_of_all_ranks(
     return facts
 
 
-def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]
+) -> dict[str, Any]:
     """This rank's parts of the trainable weights and of their optimizer states, by name."""
     inner = _inner(optimizer)
     _copy_settings(optimizer, inner)
     return {
         "model": get_model_state_dict(model, options=OPTIONS),
         "optimizer": get_optimizer_state_dict(model, inner, options=OPTIONS),
+        # What stands in a tuple is written as it is, and is not taken apart by names.
+        "parts": {name: (part.state_dict(),) for name, part in parts.items()},
+        "random": {str(rank()): (random_states(),)},
     }
 
 
