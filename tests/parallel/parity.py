@@ -141,12 +141,13 @@ def of_all_ranks(value):
 
 
 def whole_parameters(model):
-    """All parameters by name, as plain tensors on the CPU. On ranks, all of them have to call.
+    """What trains, by name, as plain tensors on the CPU. On ranks, all of them have to call.
 
     Names are those of the model itself, without what wrappers put in front.
     """
     found = {}
-    for name, parameter in model.named_parameters():
+    trained = [each for each in model.named_parameters() if each[1].requires_grad]
+    for name, parameter in trained:
         value = parameter.detach()
         if hasattr(value, "full_tensor"):  # a DTensor, of which each rank has a part
             value = value.full_tensor()

@@ -1,13 +1,8 @@
-import functools
-
 import pytest
 import torch
 from torch import nn
 
 from recipes_lib.core.ranks import rank, world_size
-from recipes_lib.core.ranks.gradient_norm import clip_gradients
-from recipes_lib.core.ranks.meshes import mesh_of
-from recipes_lib.core.ranks.rank_step import rank_rows, rank_step
 from recipes_lib.fine_tuning.qlora import apply_qlora, quantized_layers
 from recipes_lib.parallel.quantized_shards import (
     apply_quantized_shards,
@@ -16,14 +11,14 @@ from recipes_lib.parallel.quantized_shards import (
 from recipes_lib.parallel.quantized_shards.dry_run import beside_parts, dry_quantized_rank
 from recipes_lib.parallel.quantized_shards.layer import packed, packed_shape
 from tests.parallel.parity import (
+    MAX_NORM,
     TOLERANCE,
-    Run,
-    counted_tokens,
-    global_batch,
     largest_difference,
-    loss_sum,
+    own_batches,
     sgd,
     tiny_model,
+    train_alone,
+    train_on_rank,
 )
 
 STEPS = 3
@@ -41,49 +36,21 @@ def qlora_model(seed=0, tied=False, vocabulary=256):
     return model
 
 
-def trained_parameters(model):
-    """Whole adapters by name."""
-    found = {
-        name: value.detach() for name, value in model.named_parameters() if value.requires_grad
-    }
-    return {name: getattr(each, "full_tensor", each.clone)() for name, each in found.items()}
-
-
-@functools.cache
 def trained_alone(tied=False):
     """bitsandbytes' own layers in one process: the reference."""
-    model = qlora_model(tied=tied)
-    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
-    losses = []
-    for step in range(STEPS):
-        batch = global_batch(step)
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        loss = loss_sum(logits, batch["labels"]) / counted_tokens(batch["labels"])
-        loss.backward()
-        clip_gradients(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Run(losses, trained_parameters(model))
+    return train_alone(steps=STEPS, make=qlora_model, tied=tied)
 
 
 # --- functions that run on ranks ------------------------------------------------------------------
 
 
-def own_batch(step):
-    return {name: tensor[rank_rows(len(tensor))] for name, tensor in global_batch(step).items()}
-
-
-def train(tied=False, checkpoint=False, copies=1, **options):
+def train(tied=False, checkpoint=False, **options):
     model = qlora_model(tied=tied)
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if copies > 1:
-        options["mesh"] = mesh_of(copies=copies, parts=world_size() // copies)
     model = apply_quantized_shards(model, **options)
     optimizer = sgd([p for p in model.parameters() if p.requires_grad])
-    losses = [rank_step(model, optimizer, [own_batch(step)], max_norm=1.0) for step in range(STEPS)]
-    return Run(losses, trained_parameters(model))
+    return train_on_rank(model, optimizer, STEPS, max_norm=MAX_NORM)
 
 
 def several(runs):
@@ -109,7 +76,7 @@ def odd_vocabulary():
     found = []
     for cut in (True, False):
         model = apply_quantized_shards(qlora_model(vocabulary=257), cut_vocabulary=cut)
-        batch = own_batch(0)
+        [batch] = own_batches(0)
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         adapter = next(p for p in model.parameters() if p.requires_grad)
