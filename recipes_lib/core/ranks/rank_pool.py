@@ -155,6 +155,8 @@ class RankPool:
         for worker, process in zip(workers, processes, strict=True):
             self._workers[process.result(START_SECONDS)] = worker
         meeting = f"file://{self._folder.name}/meeting"
+        for rank in range(self.ranks):
+            Path(self._stack(rank)).touch()
         group = (self.ranks, self.device, self.threads, meeting)
         self._ask(_join, [(rank, *group) for rank in range(self.ranks)], START_SECONDS)
 
