@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import os
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ OUTPUT = "What is kept"
 AUTO = "auto"  # --seq-len: as long as the longest row
 REPLACED = 1  # tokens, until the rows are read
 STEPS = 50
+LONGEST_WAIT = datetime.timedelta(hours=2)
 
 
 def _option(panel: str, text: str, *names: str) -> Any:
@@ -45,6 +47,7 @@ ADDED = "a token that the base has no trained row for; may be given several time
 LENGTH = "tokens of the longest row, and of a packed one; auto: what the data needs"
 WARMUP = "of the learning rate, which then falls to 0 in a cosine; none if --steps is not more"
 RATE = "else 1e-3 for adapters, 1e-4 for the full model"
+SHARD = "divide the model over the ranks of torchrun; else where one device cannot hold it"
 PLACE = "folder for adapter, checkpoint, log and configurations"
 
 Method = Literal["lora", "qlora", "full"]
@@ -98,6 +101,7 @@ def finetune(
     gradient_checkpointing: Annotated[
         bool, _option(TRAINING, "less memory, more time", "--gradient-checkpointing")
     ] = False,
+    shard: Annotated[bool | None, _option(TRAINING, SHARD, "--shard/--no-shard")] = None,
     seed: Annotated[int, _option(TRAINING, "of the order of the rows and of the adapters")] = 0,
     resume: Annotated[
         bool,
@@ -141,7 +145,10 @@ def _ranks_of_torchrun() -> Iterator[None]:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    # On GPUs, too, what stays in host memory is sent: by gloo.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    # The first rank loads a large base, and quantizes it, while the others wait.
+    distributed.init_process_group(backend, timeout=LONGEST_WAIT)
     with contextlib.ExitStack() as quiet:
         if distributed.get_rank() > 0:
             nowhere = quiet.enter_context(open(os.devnull, "w"))

@@ -28,7 +28,8 @@ ALL_OPTIONS = """
 --max-grad-norm 2 --steps 7 --warmup-steps 3 --rows-per-step 6 --micro-batch-size 2 --seq-len 64
 --add-token <x> --chat-template chatml
 --prompt-column q --completion-column a
---no-packing --precision bf16 --gradient-checkpointing --seed 5 --save-steps 4 --report-to none
+--no-packing --no-shard --precision bf16 --gradient-checkpointing --seed 5 --save-steps 4
+--report-to none
 """
 
 
@@ -62,6 +63,7 @@ def test_every_option_reaches_its_setting(settings_of):
         rows_per_step=6,
         micro_batch_size=2,
         seq_len=64,
+        shard=False,
         packing=False,
         precision="bf16",
         gradient_checkpointing=True,

@@ -109,7 +109,7 @@ def _losses_of_batch(model: Any, batch: Batch) -> torch.Tensor:
 
     # A few models ignore `logits_to_keep` and return all logits.
     logits = output.logits[:, -keep:]  # [B, K, V]
-    labels = labels[:, -keep:]  # [B, K]
+    labels = labels[:, -keep:].to(logits.device)  # [B, K]; weights may wait in host memory
     sums = []
     for row_logits, row_labels in zip(logits, labels):
         learnt = row_labels != IGNORED

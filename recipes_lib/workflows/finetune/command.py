@@ -28,21 +28,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.chat import Row
 from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.measure.machine import GIB, machine, seed_everything
-from recipes_lib.core.model import load_config, load_model, model_without_weights
+from recipes_lib.core.measure.machine import machine, seed_everything
+from recipes_lib.core.model import load_config
 from recipes_lib.core.model.causal_lm import longest_text
-from recipes_lib.core.model.sizes import tensor_bytes
-from recipes_lib.core.model.vocabulary import check_vocabulary, grow_vocabulary, stop_at
+from recipes_lib.core.model.vocabulary import check_vocabulary
 from recipes_lib.core.ranks import meet, rank
-from recipes_lib.fine_tuning.adapter_files import base_fingerprint, save_adapter
-from recipes_lib.fine_tuning.qlora import check_gradient_flow
+from recipes_lib.fine_tuning.adapter_files import save_adapter
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
 from recipes_lib.training.tracking import Tracker, track
+from recipes_lib.workflows.finetune.base import (
+    adapted,
+    base_to_measure,
+    gathered,
+    load_base,
+    placed,
+)
 from recipes_lib.workflows.finetune.data import Data, load_data, tokenizer_of
 from recipes_lib.workflows.finetune.evaluation import (
     Announce,
@@ -54,10 +57,9 @@ from recipes_lib.workflows.finetune.evaluation import (
     say_nothing,
 )
 from recipes_lib.workflows.finetune.loop import (
-    CHECKPOINT,
     Step,
-    adapt,
     check_run,
+    checkpoint_of,
     facts_in,
     keeps_checkpoint,
     micro_batches,
@@ -104,7 +106,8 @@ def finetune(
     # Everything that can be refused comes first, the cheapest check before the others.
     folder = Path(run.output_dir)
     result = result_folder(run)
-    going_on = resume and (folder / CHECKPOINT).exists()
+    run = placed(run)
+    going_on = resume and checkpoint_of(run, folder).exists()
     inputs = [*run.data_files, held_out_file]
     check_output(folder, result, inputs=inputs, resume=resume, longer=going_on)
     announce("reading the data")
@@ -121,7 +124,6 @@ def finetune(
     )
     run = data.run
     _check_rows([*data.rows, *data.held_out], tokenizer, run=run, added=added)
-    check_room(run)
     rows, run = _packed(data, epochs)
     check_run(rows, run=run, folder=folder, resume=resume)
     if resume:
@@ -130,19 +132,19 @@ def finetune(
     announce("loading the model")
     meet()  # no rank writes before all have looked at the folder
     seed_everything(run.seed)  # of the adapters and of dropout
-    model = load_base(run)
-    name_of_base = model.name_or_path
-    base = base_fingerprint(model)  # adapters, 4 bits and added tokens will hide it
+    beside = {"tokenizer": tokenizer, "added": added, "ends": data.ends}
+    whole, name_of_base, base = load_base(run, **beside)
     check_run(rows, run=run, folder=folder, resume=resume, base=base)
-    grow_vocabulary(model, added)
-    stop_at(model, tokenizer, data.ends)
+    model = base_to_measure(whole, run)
     if run.packing:
         check_packing(model, rows, run=run, pad_token_id=pad)
 
     # The same rows before and after, in the same batches: the comparison is paired.
     evaluation = Evaluation(data.held_out, run=run, pad_token_id=pad, announce=announce)
     before = evaluation.losses(model, "before", what=precision_of_base(model))
-    model = _adapted(model, rows, run=run, pad_token_id=pad)
+    del model  # a model in parts makes room for the one that trains
+    model, modules = adapted(whole, rows, run=run, pad_token_id=pad)
+    del whole
     steps = training_steps(
         model, rows, run=run, pad_token_id=pad, folder=folder, resume=resume, base=base
     )
@@ -153,6 +155,7 @@ def finetune(
     asked = {"tokenizer": tokenizer, "pair": data.pairs[0]}
     facts = {"base": name_of_base, "rows": len(data.rows), **asked}
     card = model_card(run, before=before, after=after, difference=difference, **facts)
+    model = gathered(model, modules, run=run)
     if rank() > 0:
         return
     # The result comes last: a run is finished when it is there.
@@ -190,12 +193,13 @@ def _where_it_goes_on(folder: Path, result: Path, run: Settings) -> str:
 
     Raises ValueError for a run that has its result and all its steps.
     """
-    if not (folder / CHECKPOINT).exists():  # a mistyped folder would begin anew in silence
-        return f"nothing to go on from, there is no {folder / CHECKPOINT}: beginning at step 0"
-    there = facts_in(folder)
+    checkpoint = checkpoint_of(run, folder)
+    if not checkpoint.exists():  # a mistyped folder would begin anew in silence
+        return f"nothing to go on from, there is no {checkpoint}: beginning at step 0"
+    there = facts_in(run, folder)
     if result.exists() and there["done"] >= run.steps:
         _refuse_finished(result)
-    words = f"going on from {folder / CHECKPOINT}"
+    words = f"going on from {checkpoint}"
     if there["steps"] == run.steps:
         return words
     return (
@@ -214,34 +218,9 @@ def _check_rows(
     check_vocabulary(rows, tokenizer=tokenizer, size=size)
 
 
-def _adapted(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int) -> Any:
-    """The model with its adapters; 4-bit layers that cut the gradient are found before training."""
-    model = adapt(model, run=run)
-    if run.method == "qlora":
-        device = str(model.device)
-        first = micro_batches(rows[:1], run=run, pad_token_id=pad_token_id, device=device)
-        check_gradient_flow(model, first[0])
-    return model
-
-
 def result_folder(run: Settings) -> Path:
     """Where the trained weights go: it exists when a run is finished, and not before."""
     return Path(run.output_dir) / ("model" if run.method == "full" else "adapter")
-
-
-def load_base(run: Settings) -> Any:
-    """The base model, in 16 bits where that changes nothing that is trained."""
-    return load_model(run.base_model, dtype=_dtype_of_base(run))
-
-
-def _dtype_of_base(run: Settings) -> torch.dtype:
-    """Adapters leave the base as it is, so it can have 16 bits.
-
-    Not fp16: its file could name no other base.
-    """
-    if run.method != "full" and run.precision == "bf16" and machine().native_bf16:
-        return torch.bfloat16
-    return torch.float32
 
 
 def save_result(
@@ -322,23 +301,6 @@ def check_positions(run: Settings, *, longest: int) -> None:
         raise ValueError(
             f"the longest row has {longest} tokens, and {run.base_model} knows {positions} "
             f"positions: leave out the long rows with --seq-len {positions} --drop-long"
-        )
-
-
-def check_room(run: Settings) -> None:
-    """Raise ValueError if the device is smaller than the weights of the base, before it is loaded.
-
-    Each process holds all of them, and QLoRA too makes four bits of them here.
-    """
-    model = model_without_weights(run.base_model, dtype=_dtype_of_base(run))
-    size = sum(tensor_bytes(parameter) for parameter in model.parameters())
-    here = machine()
-    if size > here.memory_bytes:
-        raise ValueError(
-            f"the weights of {run.base_model} take {size / GIB:.1f} GiB, {here.name} has "
-            f"{here.memory_bytes / GIB:.1f}, and each process of finetune holds all of them: to "
-            f"divide them, take launch/axolotl/llama-3-70b-qlora-fsdp.yaml for QLoRA, "
-            f"launch/accelerate/fsdp2.yaml for LoRA, launch/train.py --strategy fsdp for the whole"
         )
 
 

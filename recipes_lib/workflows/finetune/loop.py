@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from recipes_lib.core.data import Batch, collate
 from recipes_lib.core.data.chat import IGNORED, Row
@@ -34,6 +35,7 @@ from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.parallel import checkpoint as in_parts
 from recipes_lib.parallel.data_parallel import averaged_by_hand
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precision
@@ -41,8 +43,10 @@ from recipes_lib.training.exact_resume import load_checkpoint, save_checkpoint
 from recipes_lib.training.gradient_accumulation import accumulate_gradients, count_targets
 from recipes_lib.training.sequence_packing import collate_packed
 from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, PRECISIONS, Settings
+from recipes_lib.workflows.finetune.shards import at_rest
 
 CHECKPOINT = "checkpoint.pt"
+CHECKPOINTS = "checkpoints"  # of a model in parts: a folder with a file of each rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +86,8 @@ def training_steps(
         base: fingerprint of the base model; a resumed run must have the same.
     """
     check_run(rows, run=run, folder=folder, resume=resume, base=base)
+    if run.shard:
+        at_rest(model)  # the optimizer is given parts
     optimizer, schedule, precision = optimizer_of(model, run=run)
     # All that the next step reads: without one of these a resumed run would be another run.
     state = {
@@ -91,10 +97,13 @@ def training_steps(
         "parts": {"schedule": schedule, "precision": precision},
     }
     done = 0
-    if folder and resume and (folder / CHECKPOINT).exists():
-        steps = facts_in(folder)["steps"]
+    if folder and resume and checkpoint_of(run, folder).exists():
+        steps = facts_in(run, folder)["steps"]
         then = state | {"run": state["run"] | {"steps": steps}}
-        done = load_checkpoint(folder / CHECKPOINT, **then)
+        if run.shard:
+            done = in_parts.load_checkpoint(folder / CHECKPOINTS, **then)
+        else:
+            done = load_checkpoint(folder / CHECKPOINT, **then)
         if steps != run.steps:
             # The rate of the next step is that of the longer schedule, and not the old one's end.
             schedule.last_epoch -= 1
@@ -114,7 +123,11 @@ def training_steps(
         yield Step(number, loss.item(), float(norm), rate, seconds, tokens, updated)
 
         # Who takes the steps has logged this one by now: a kill leaves no gap in the log.
-        if folder and rank() == 0 and keeps_checkpoint(number, run=run):
+        if not folder or not keeps_checkpoint(number, run=run):
+            continue
+        if run.shard:
+            in_parts.save_checkpoint(folder / CHECKPOINTS, step=number + 1, keep=1, **state)
+        elif rank() == 0:
             save_checkpoint(folder / CHECKPOINT, step=number + 1, **state)
 
 
@@ -140,16 +153,21 @@ def _optimizer_step(
     if world_size() == 1:
         loss = accumulate_gradients(model, micros, loss_sum=completion_only_loss, **options)
     else:
-        loss = _gradients_of_all_ranks(model, micros, **options)
+        loss = _gradients_of_all_ranks(model, micros, run=run, **options)
     rate = schedule.get_last_lr()[0]  # before the schedule moves on
     updated = precision.step(optimizer, max_grad_norm=limit)
     if updated:  # not where gradients overflowed in fp16: there the rate stays
         schedule.step()
     optimizer.zero_grad()
-    return loss, precision.gradient_norm, rate, updated
+    norm = precision.gradient_norm
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return loss, norm, rate, updated
 
 
-def _gradients_of_all_ranks(model: Any, micros: Sequence[Batch], **options: Any) -> torch.Tensor:
+def _gradients_of_all_ranks(
+    model: Any, micros: Sequence[Batch], *, run: Settings, **options: Any
+) -> torch.Tensor:
     """The same where each rank has some of the rows: every target of all rows weighs the same."""
     own = sum(int(count_targets(micro)) for micro in micros)
     (of_all,) = sums_over_ranks(own)
@@ -159,7 +177,8 @@ def _gradients_of_all_ranks(model: Any, micros: Sequence[Batch], **options: Any)
         return weight * completion_only_loss(model, batch)
 
     loss = accumulate_gradients(model, micros, loss_sum=loss_sum, **options)
-    averaged_by_hand(model)
+    if not run.shard:  # there each backward has averaged them already
+        averaged_by_hand(model)
     (total,) = sums_over_ranks(loss.item())
     return torch.tensor(total / world_size())
 
@@ -286,9 +305,19 @@ def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
     return json.loads(json.dumps(facts, default=str))
 
 
-def facts_in(folder: Path) -> dict[str, Any]:
+def checkpoint_of(run: Settings, folder: Path) -> Path:
+    """The file that is there if `run` has a checkpoint in `folder`."""
+    return folder / CHECKPOINTS / "LATEST" if run.shard else folder / CHECKPOINT
+
+
+def facts_in(run: Settings, folder: Path) -> dict[str, Any]:
     """The facts of the run whose checkpoint is in `folder`, and `done`, its number of steps."""
-    saved = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True, mmap=True)
+    file = checkpoint_of(run, folder)
+    if run.shard:
+        place = file.parent / file.read_text(encoding="utf-8").strip()
+        saved = json.loads((place / "run.json").read_text(encoding="utf-8"))
+    else:
+        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     return saved["facts"]["run"] | {"done": saved["step"]}
 
 
@@ -317,15 +346,15 @@ def check_run(
         # Nothing predicts the first token: its label does not count.
         if all(label == IGNORED for label in row["labels"][1:]):
             raise ValueError(f"row {number} has no target, every label is {IGNORED}: leave it out")
-    if not folder or not (folder / CHECKPOINT).exists():
+    if not folder or not checkpoint_of(run, folder).exists():
         return
     if not resume:
         raise ValueError(
             f"{folder} holds the checkpoint of a run: resume it, or choose another folder"
         )
-    there = facts_in(folder)
+    there = facts_in(run, folder)
     done = there.pop("done")
     if run.steps < done:
         raise ValueError(f"steps={run.steps}: the checkpoint in {folder} has {done} already")
     here = facts_of(run, rows, base or there["base"]) | {"steps": there["steps"]}
-    check_same_run(folder / CHECKPOINT, saved={"run": there}, given={"run": here})
+    check_same_run(checkpoint_of(run, folder), saved={"run": there}, given={"run": here})

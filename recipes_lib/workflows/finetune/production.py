@@ -241,7 +241,10 @@ def write_production(
         print(f"no {AXOLOTL_FILE}, which cannot say this run: {error}")
     try:
         launch = accelerate_config(
-            precision=run.precision, processes=run.processes, cpu=machine().device == "cpu"
+            precision=run.precision,
+            processes=run.processes,
+            fsdp=bool(run.shard),
+            cpu=machine().device == "cpu",
         )
         write_yaml(launch, folder / ACCELERATE_FILE, overwrite=True)
     except ValueError as error:

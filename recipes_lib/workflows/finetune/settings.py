@@ -67,6 +67,8 @@ class Settings:
     rows_per_step: int  # of all processes and micro-batches together
     micro_batch_size: int  # of one process
     processes: int = 1
+    # Each process has a part of the model. None: where the whole does not fit one device.
+    shard: bool | None = None
     seq_len: int
     packing: bool = False
 
@@ -93,6 +95,13 @@ class Settings:
         check_number(least=0, below=1, beta1=beta1, beta2=beta2)
         if self.save_steps is not None:
             check_whole(save_steps=self.save_steps)
+        if self.shard and self.processes == 1:
+            raise ValueError("shard=True, processes=1: start several with torchrun")
+        if self.shard and "8bit" in self.optimizer:
+            raise ValueError(
+                f"shard=True, optimizer={self.optimizer!r}: states in 8 bits are not divided, so "
+                f"take adamw_torch_fused"
+            )
         names = self.target_modules
         # Another string would be taken letter by letter, and no name would train nothing.
         one_text = isinstance(names, str) and names != "attention"

@@ -1,15 +1,20 @@
 """A short run on a small model, and rows of unequal lengths, for the tests of this folder."""
 
+import contextlib
 import dataclasses
+import io
 
 import torch
 
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.workflows.finetune.command import STEP_LINE, finetune
 from recipes_lib.workflows.finetune.loop import adapt
 from recipes_lib.workflows.finetune.settings import Settings
 
+STEPS = 10
+SAVE_STEPS = 4  # a kill takes a moment, and the process goes on for a step or two meanwhile
 RUN = Settings(
     base_model="tiny",
     data_file="",
@@ -52,3 +57,33 @@ def fresh(shape="tiny-llama", **values):
 
 def losses_of(steps):
     return [step.loss for step in steps]
+
+
+def settings(small_model, pairs, output, **values):
+    given = {
+        "base_model": str(small_model),
+        "data_file": str(pairs),
+        "output_dir": str(output),
+        "dropout": 0.1,  # its random states have to come back
+        "learning_rate": 1e-3,
+        "steps": STEPS,
+        "warmup_steps": 5,
+        "rows_per_step": 2,
+        "micro_batch_size": 1,
+        "seq_len": 64,
+        "packing": True,
+        "precision": "fp32",
+        "save_steps": SAVE_STEPS,
+        "report_to": "tensorboard",
+    }
+    return Settings(**given | values)
+
+
+def finetune_here(run, **options):
+    """`finetune` in this process: step -> loss, as it printed them, and all that it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        finetune(run, **options)
+    lines = printed.getvalue().splitlines()
+    matches = filter(None, map(STEP_LINE.match, lines))
+    return {int(match[1]): match[2] for match in matches}, printed.getvalue()

@@ -1,9 +1,6 @@
 """The command of notebook 05: killed and resumed in processes of its own, and what it refuses."""
 
-import contextlib
 import dataclasses
-import io
-import json
 import math
 import re
 import stat
@@ -13,73 +10,22 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from recipes_lib.core.measure.machine import machine, seed_everything
-from recipes_lib.core.model import load_tokenizer, model_of_shape
+from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.model import load_tokenizer, model_of_shape, model_without_weights
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, load_adapter
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.training.tracking import read_back
+from recipes_lib.workflows.finetune import base as base_of_run
 from recipes_lib.workflows.finetune import command
 from recipes_lib.workflows.finetune.command import (
-    STEP_LINE,
     check_output,
     check_packing,
     check_positions,
-    finetune,
     run_command,
 )
 from recipes_lib.workflows.finetune.loop import CHECKPOINT
 from recipes_lib.workflows.finetune.production import WRITTEN
-from recipes_lib.workflows.finetune.settings import Settings
-from tests.workflows.finetune.shared import RUN
-
-STEPS = 10
-SAVE_STEPS = 4  # a kill takes a moment, and the process goes on for a step or two meanwhile
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory):
-    """A random model with the real tokenizer, as a folder: a process of its own can load it."""
-    folder = tmp_path_factory.mktemp("model")
-    seed_everything(0)
-    model = model_of_shape("smollm2-135m", layers=1, device="cpu")
-    small = model.config
-    small.hidden_size = 36
-    small.intermediate_size = 64
-    small.head_dim = 4
-    type(model)(small).save_pretrained(folder)
-    load_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    lines = [
-        {"prompt": f"What is {i} plus {i}?", "completion": f"It is {2 * i}, of course."}
-        for i in range(40)
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
-
-
-def settings(small_model, pairs, output, **values):
-    given = {
-        "base_model": str(small_model),
-        "data_file": str(pairs),
-        "output_dir": str(output),
-        "dropout": 0.1,  # its random states have to come back
-        "learning_rate": 1e-3,
-        "steps": STEPS,
-        "warmup_steps": 5,
-        "rows_per_step": 2,
-        "micro_batch_size": 1,
-        "seq_len": 64,
-        "packing": True,
-        "precision": "fp32",
-        "save_steps": SAVE_STEPS,
-        "report_to": "tensorboard",
-    }
-    return Settings(**given | values)
+from tests.workflows.finetune.shared import RUN, SAVE_STEPS, STEPS, finetune_here, settings
 
 
 def as_options(run):
@@ -95,16 +41,6 @@ def as_options(run):
         f"--precision={run.precision}",
         f"--dropout={run.dropout}",
     ]
-
-
-def finetune_here(run, **options):
-    """`finetune` in this process: step -> loss, as it printed them, and all that it printed."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        finetune(run, **options)
-    lines = printed.getvalue().splitlines()
-    matches = filter(None, map(STEP_LINE.match, lines))
-    return {int(match[1]): match[2] for match in matches}, printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -338,15 +274,29 @@ def test_rows_beyond_the_positions_of_the_base_are_refused(small_model, pairs, t
 
 
 def test_a_base_that_one_device_cannot_hold_is_refused(small_model, pairs, tmp_path, monkeypatch):
-    """The mistakes: an hour of loading before the memory is full; a file that is not there."""
-    here = dataclasses.replace(machine(), memory_bytes=1000)
-    monkeypatch.setattr(command, "machine", lambda: here)
-    run = settings(small_model, pairs, tmp_path / "out")
-    with pytest.raises(ValueError, match="each process of finetune holds all of them") as refused:
-        finetune_here(run)
-    files = re.findall(r"launch/\S+\.(?:yaml|py)", str(refused.value))
-    assert len(files) == 3
-    assert all((command.REPOSITORY / file).is_file() for file in files)
+    """The mistakes: an hour of loading before the memory is full; states that nobody counts."""
+    base = model_without_weights(str(small_model))
+    weights = 4 * sum(parameter.numel() for parameter in base.parameters())
+
+    def place(times, **values):
+        here = dataclasses.replace(machine(), memory_bytes=int(times * weights))
+        monkeypatch.setattr(base_of_run, "machine", lambda: here)
+        return base_of_run.placed(settings(small_model, pairs, tmp_path / "out", **values)).shard
+
+    assert place(1.1) is False
+    with pytest.raises(ValueError, match="several devices divide them, torchrun --nproc-per"):
+        place(0.9)
+    two = {"processes": 2}
+    assert place(0.9, **two) is True
+    with pytest.raises(ValueError, match="the weights of"):
+        place(0.9, **two, shard=False)
+    # AdamW has gradients and two states of each weight: four times the weights.
+    assert place(4.1, **two, method="full") is False
+    assert place(3.9, **two, method="full") is True
+    with pytest.raises(ValueError, match=r"weights, gradients and states .* --nproc-per-node 3"):
+        place(1.9, **two, method="full")
+    with pytest.raises(ValueError, match="a row is not divided in 4 bits: take --method lora"):
+        place(9, **two, method="qlora", shard=True)
 
 
 def test_a_factor_that_the_positions_count_is_not_counted_again(monkeypatch, small_model, tmp_path):

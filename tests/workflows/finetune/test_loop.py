@@ -1,18 +1,22 @@
 """The loop of notebook 05 against a plain one, stopped and resumed; bad input is refused."""
 
+import dataclasses
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from recipes_lib.core.data import collate
 from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.data.row_order import rows_of_step
+from recipes_lib.core.ranks import rank
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.workflows.finetune.loop import (
     CHECKPOINT,
     training_steps,
 )
+from recipes_lib.workflows.finetune.shards import in_shards
 from tests.workflows.finetune.shared import RUN, change, fresh, losses_of, make_rows
 
 # --- the training -------------------------------------------------------------------------------
@@ -40,22 +44,31 @@ def plain_training(model, rows):
     return steps
 
 
-def trained_here(processes):
+def trained_here(processes, shard=False):
     """On a rank: the losses and the weights of the run, and those in fp16."""
     found = []
     for precision in ("fp32", "fp16"):
         run = change(processes=processes, rows_per_step=8, micro_batch_size=1, precision=precision)
+        run = dataclasses.replace(run, shard=shard)
         model = fresh()
+        if shard:
+            model, _ = in_shards(model if rank() == 0 else None)
         steps = list(training_steps(model, make_rows(16), run=run, pad_token_id=0))
-        weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+        whole = [full_tensor(weight.detach()).flatten() for weight in model.parameters()]
+        weights = torch.cat(whole)
         found.append((losses_of(steps), [step.gradient_norm for step in steps], weights))
     return found
 
 
-def test_two_processes_train_what_one_trains(two_ranks):
+def full_tensor(weight):
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_processes_train_what_one_trains(two_ranks, shard):
     """The mistakes: the mean of the ranks' means, where rows have unequal numbers of targets; a
-    loss that is one rank's; rows that both read."""
-    both = two_ranks.run(trained_here, processes=2)
+    loss that is one rank's; rows that both read; gradients that are averaged twice."""
+    both = two_ranks.run(trained_here, processes=2, shard=shard)
     for (losses, norms, weights), alone in zip(both, trained_here(1), strict=True):
         assert losses == pytest.approx(alone[0], rel=1e-5)
         assert norms == pytest.approx(alone[1], rel=1e-3)

@@ -1,0 +1,133 @@
+"""A model in parts over the ranks of torchrun: loaded on the first, trained on all, saved from one.
+
+    whole  rank 0  the model in host memory        other ranks  None
+
+    in_shards(whole)      rank 0 sends the modules without their tensors; all ranks divide these
+                          with FSDP2; each tensor goes to the ranks, which keep their part of it
+    gathered              the way back: what has trained, as whole tensors on rank 0
+
+So one host holds the model once, and no GPU ever does. With an adapter the frozen base is divided
+like all else; in 4 bits its codes and scales are (`parallel.quantized_shards`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+
+from recipes_lib.core.ranks import group_device, rank
+from recipes_lib.core.ranks.agreement import same_error_on_all_ranks
+from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+from recipes_lib.parallel.fully_sharded import apply_fully_sharded
+from recipes_lib.parallel.quantized_shards import apply_quantized_shards
+
+
+def on_first_rank(load: Callable[..., tuple[Any, ...]], *given: Any) -> tuple[Any, ...]:
+    """What `load(*given)` returns on rank 0. The others get all but the first, the model: None."""
+    found = (None,)
+    with same_error_on_all_ranks():
+        if rank() == 0:
+            found = load(*given)
+    words = [found[1:]]
+    distributed.broadcast_object_list(words, src=0)
+    return found[0], *words[0]
+
+
+def in_shards(
+    whole: Any | None,
+    *,
+    four_bits: bool = False,
+    checkpointing: bool = False,
+    offload: bool = False,
+) -> tuple[Any, Any]:
+    """The model that rank 0 has as `whole`, divided over all ranks; its modules, for `gathered`.
+
+    Args:
+        four_bits: its layers are, as `pack_layers` leaves them.
+        checkpointing: of the blocks.
+        offload: the parts stay in host memory, and a block comes to the GPU when it computes.
+    """
+    model = _without_tensors(whole)
+    modules = copy.deepcopy(model)
+    if checkpointing:
+        apply_activation_checkpointing(model)
+    if four_bits:
+        apply_quantized_shards(model, offload=offload, cut_vocabulary=False)
+    else:
+        apply_fully_sharded(model, offload=offload)
+    _fill(model, whole, device=torch.device("cpu") if offload else group_device())
+    return model, modules
+
+
+def gathered(model: Any, modules: Any, *, frozen: bool) -> Any:
+    """`modules` with the tensors of `model` in host memory on rank 0, to be saved.
+
+    Args:
+        frozen: with what is frozen, too; else those tensors have no data.
+    """
+    at_rest(model)
+    options = StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=not frozen
+    )
+    tensors = get_model_state_dict(model, options=options)  # none on the other ranks
+    modules.load_state_dict(tensors, strict=False, assign=True)
+    modules.tie_weights()
+    return modules
+
+
+def at_rest(model: Any) -> None:
+    """Take apart what a forward without a backward has left whole, or it would be no part."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# --- modules without tensors, and tensors into modules --------------------------------------------
+
+
+def _without_tensors(whole: Any | None) -> Any:
+    """The modules of rank 0's model with tensors on "meta", on every rank."""
+    sent = [None]
+    if whole is not None:
+        tensors = {}
+        for tensor in [*whole.parameters(), *whole.buffers()]:
+            tensors[id(tensor)] = _without_data(tensor)
+        # A copy takes what is known already: so tied weights stay tied.
+        sent = [copy.deepcopy(whole, tensors)]
+    distributed.broadcast_object_list(sent, src=0)
+    return sent[0]
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _fill(model: Any, whole: Any | None, *, device: torch.device) -> None:
+    """Send each tensor of rank 0 to all ranks, of which each keeps its part."""
+    tensors = {} if whole is None else whole.state_dict()
+    buffers = {} if whole is None else dict(whole.named_buffers(remove_duplicate=False))
+    model.to_empty(device=device)
+    model.tie_weights()  # new tensors took the places of one
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, tensors, options=options)
+    # Buffers that are in no state_dict, as the frequencies of RoPE. They are whole on every rank.
+    for name, empty in list(model.named_buffers(remove_duplicate=False)):
+        buffer = torch.empty_like(empty, device=group_device())
+        if rank() == 0:
+            buffer.copy_(buffers[name])
+        distributed.broadcast(buffer, src=0)
+        module, _, last = name.rpartition(".")
+        setattr(model.get_submodule(module), last, buffer)
