@@ -132,8 +132,7 @@ def finetune(
     announce("loading the model")
     meet()  # no rank writes before all have looked at the folder
     seed_everything(run.seed)  # of the adapters and of dropout
-    beside = {"tokenizer": tokenizer, "added": added, "ends": data.ends}
-    whole, name_of_base, base = load_base(run, **beside)
+    whole, name_of_base, base = load_base(run, tokenizer=tokenizer, added=added, ends=data.ends)
     check_run(rows, run=run, folder=folder, resume=resume, base=base)
     model = base_to_measure(whole, run)
     if run.packing:
