@@ -237,6 +237,7 @@ FILTERS = (
 FILTERS += (spread, middle, median_of, verdict, beside, quality, where, worst_error, at_most)
 
 
+@functools.cache  # the records and templates of a folder are read once
 def environment(folder: Path = RESULTS) -> Environment:
     """Jinja with our filters, and `newest` of the results in this folder."""
     loader = FileSystemLoader(TEMPLATES)
@@ -245,6 +246,7 @@ def environment(folder: Path = RESULTS) -> Environment:
     found.filters |= {function.__name__: function for function in FILTERS}
     found.filters |= {"mean": statistics.fmean, "median": statistics.median}
 
+    @functools.cache
     def newest_here(notebook: str, **which: Any) -> Run | None:
         return newest(notebook, **which, folder=folder)
 
@@ -298,12 +300,13 @@ def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
     """
     if number == "doctor":
         return doctor.in_words(name)
-    macros = environment(folder).get_template("numbers.j2").module
+    here = environment(folder)
+    macros = here.get_template("numbers.j2").module
     own = getattr(macros, macro_name(name), None)
     shown = []
     for gpu in (False, True):
         row = None if own else name
-        run = newest(macros.PARTS.get(name, number), gpu=gpu, row=row, folder=folder)
+        run = here.globals["newest"](macros.PARTS.get(name, number), gpu=gpu, row=row)
         if run is None:
             continue
         if own:
