@@ -953,7 +953,7 @@ print(f", in the background for {stall['background'] * 1e3:.0f} ms")
 #
 # **Why not more?** A save in the background still stops the training for a while (each number is of one save): the parts are copied first, so that the next step does not change what is being written. The copy takes memory as well.
 #
-# **How do I use it?** `torch.distributed.checkpoint.save` and `async_save`, with a process group of its own for the background. `torchrun --max-restarts 3` restarts; [launch/train_elastic.py](../launch/train_elastic.py) is the whole program, and a test kills one of its ranks.
+# **How do I use it?** `torch.distributed.checkpoint.save` and `async_save`, with a process group of its own for the background. `torchrun --max-restarts 3` restarts; [launch/train.py](../launch/train.py) is the whole program, and a test kills one of its ranks.
 #
 # **What does it cost?** 12 bytes per parameter on disk, 4 of weights and 8 of states, for each checkpoint that is kept.
 #
