@@ -126,69 +126,50 @@ def find_longest(
     check_whole(start=start, most=most)
     check_number(resolution=resolution, above=0, below=1)
     peaks: dict[int, int | None] = dict(known or {})
-
-    def fits(tokens: int) -> bool:
+    low = max((tokens for tokens in peaks if peaks[tokens] <= limit_bytes), default=0)
+    high = min((tokens for tokens in peaks if peaks[tokens] > limit_bytes), default=most + 1)
+    tokens = start
+    # The guess is good, so the first step away from it is small, and each next one twice as large.
+    stride = resolution
+    sides = itertools.cycle((-1, 1, 0))
+    while low < most and (high > most or high - low > max(1, resolution * low)):
+        shorter = low
         try:
             peaks[tokens] = peak(tokens)
         except torch.OutOfMemoryError:
             peaks[tokens] = None
-            return False
-        return peaks[tokens] <= limit_bytes
-
-    options = {"limit_bytes": limit_bytes, "most": most, "stride": resolution}
-    low, high = _bracket(fits, peaks, start=start, **options)
+        if peaks[tokens] is not None and peaks[tokens] <= limit_bytes:
+            low = max(low, tokens)
+        else:
+            high = tokens
+        if low == 0:
+            tokens = min(high - 1, math.ceil(high / (1 + stride)))
+        elif high > most:
+            further = low * (1 + stride)
+            if low > shorter > 0:
+                guess = _guess(shorter, low, peaks, limit_bytes)
+                further = max(further, guess * (1 + stride / 2))
+            # Rounding must not stop the walk: at least one token further.
+            tokens = min(max(low + 1, math.floor(further)), most)
+        else:
+            tokens = _between(low, high, peaks, limit_bytes, next(sides) * resolution / 3)
+        stride *= 2
     if low == 0:
         raise ValueError(f"limit_bytes={limit_bytes:,}: not even one token fits (tried: {peaks})")
-    # Between both ends: a little below and a little above the place where a straight line between
-    # them meets the limit, and then the middle, until what is left is small enough.
-    for side in itertools.cycle((-1, 1, 0)):
-        if high - low <= max(1, resolution * low):
-            break
-        middle = (low + high) // 2
-        if side != 0 and peaks.get(low) and peaks.get(high):
-            crossing = _crossing(low, peaks[low], high, peaks[high], limit_bytes)
-            middle = round(crossing * (1 + side * resolution / 3))
-            middle = min(max(middle, low + 1), high - 1)
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
     return Search(low, limit_bytes, peaks)
 
 
-def _bracket(
-    fits: Callable[[int], bool],
-    peaks: dict[int, int | None],
-    *,
-    start: int,
-    limit_bytes: int,
-    most: int,
-    stride: float,
-) -> tuple[int, int]:
-    """A length that fits and a longer one that does not, found from `start` and what is known.
+def _between(
+    low: int, high: int, peaks: dict[int, int | None], limit_bytes: int, aside: float
+) -> int:
+    """A part `aside` of where the line through both ends meets the limit; the middle where it is 0.
 
-    The guess is good, so the first step away from it is small, a part `stride` of it, and each
-    next one twice as large a part, or as far as a line through the last two lengths says. 0 stands
-    for "none fits", `most` + 1 for "all fit".
+    A little below and then a little above it, because that leaves the smallest bracket.
     """
-    low = max((tokens for tokens in peaks if peaks[tokens] <= limit_bytes), default=0)
-    high = min((tokens for tokens in peaks if peaks[tokens] > limit_bytes), default=most + 1)
-    tokens = start
-    while tokens >= 1:
-        if fits(tokens):
-            further = tokens * (1 + stride)
-            if tokens > low > 0:
-                further = max(further, _guess(low, tokens, peaks, limit_bytes) * (1 + stride / 2))
-            low = tokens
-            # Rounding must not stop the walk: at least one token further.
-            tokens = min(max(tokens + 1, math.floor(further)), most)
-        else:
-            high = tokens
-            tokens = min(tokens - 1, math.ceil(tokens / (1 + stride)))
-        if low == most or (low > 0 and high <= most):
-            break
-        stride *= 2
-    return low, high
+    if aside == 0 or peaks[high] is None:
+        return (low + high) // 2
+    crossing = _crossing(low, peaks[low], high, peaks[high], limit_bytes)
+    return min(max(round(crossing * (1 + aside)), low + 1), high - 1)
 
 
 def _guess(shorter: int, longer: int, peaks: dict[int, int | None], limit_bytes: int) -> float:
