@@ -33,10 +33,10 @@ RESULTS = Path(__file__).parent / "results"
 BETWEEN = " · "  # the parts of a metric that was nested
 
 # Names of fields that hold nothing but their content.
-CONTAINERS = ("rows", "runs", "facts", "ways", "pairs", "strategies")
+CONTAINERS = ("rows", "runs", "facts", "pairs")
 # What tells the rows of a list apart.
-NAMES = ("name", "way", "optimizer", "where", "dtype", "kernel", "kv_heads", "layers", "hidden")
-NAMES += ("pixels", "tokens", "lr", "seed", "family")
+NAMES = ("name", "way", "optimizer", "where", "dtype", "kv_heads", "layers", "hidden")
+NAMES += ("pixels", "lr", "seed")
 # Of a run's file, what says where it was measured.
 MACHINE = ("device", "name", "memory_bytes", "native_bf16", "cores", "tier", "versions")
 MACHINE += ("fast", "date", "commit", "ladder", "complete")
@@ -83,14 +83,8 @@ def _leaves_of_dict(row: str, path: tuple[str, ...], value: dict[str, Any]) -> I
         if {middle, "low", "high"} <= value.keys():  # a number with its range
             yield row, path, value[middle], value["low"], value["high"]
             value = {k: v for k, v in value.items() if k not in (middle, "low", "high")}
-    ends = {key: _range_of(key) for key in value if value.get(_range_of(key)[0]) is not None}
-    beside = {name for end in ends.values() for name in end}
     for key, part in value.items():
-        if key in ends:
-            low, high = (value[name] for name in ends[key])
-            yield row, (*path, key), part, low, high
-        elif key not in beside:  # else it stands with its number
-            yield from _leaves_of_part(row, path, str(key), part)
+        yield from _leaves_of_part(row, path, str(key), part)
 
 
 def _leaves_of_part(row: str, path: tuple[str, ...], key: str, part: Any) -> Iterator[tuple]:
@@ -102,14 +96,6 @@ def _leaves_of_part(row: str, path: tuple[str, ...], key: str, part: Any) -> Ite
         yield from _leaves(row, path, part)
     else:
         yield from _leaves(row, (*path, key), part)
-
-
-def _range_of(key: str) -> tuple[str, str]:
-    """Under which names the range of a number stands: of `after_ratio` it is `after_low`."""
-    stem = key
-    if key.endswith("_ratio"):
-        stem = key.removesuffix("_ratio")
-    return f"{stem}_low", f"{stem}_high"
 
 
 def _holds_dicts(part: Any) -> bool:

@@ -10,26 +10,30 @@ from tests.benchmarks.test_record import machine_facts
 MIB = 2**20
 
 
-def turn(ratio, low, high):
-    return {"ratio": ratio, "ratio_low": low, "ratio_high": high, "turns": 5}
+def measured(name, peak, *times):
+    """The flat records of a row: its bytes, and a ratio with its range if it took turns."""
+    sizes = {"group": "alone", "predicted_bytes": peak * MIB, "peak_bytes": peak * MIB}
+    rows = [{"row": name, "metric": metric, "value": value} for metric, value in sizes.items()]
+    if times:
+        ratio, low, high = times
+        rows.append({"row": name, "metric": "turns", "value": 5})
+        ends = {"value": ratio, "low": low, "high": high, "unit": "×"}
+        rows.append({"row": name, "metric": "ratio"} | ends)
+    return rows
 
 
 @pytest.fixture
 def results(tmp_path):
     """A run of notebook 01 with numbers that are easy to divide."""
 
-    def row(name, peak, **more):
-        sizes = {"predicted_bytes": peak * MIB, "peak_bytes": peak * MIB}
-        return {"name": name, "group": "alone"} | sizes | more
-
     rows = [
-        row("baseline", 1000),
-        row("LoRA", 400, **turn(1.0, 0.9, 1.1)),
-        row("offload", 970, **turn(5.7, 1.2, 11.2)),
-        row("8-bit AdamW in backward", 300, **turn(1.3, 1.2, 1.4)),
-        row("QLoRA", 200, **turn(1.6, 1.5, 1.7)),
-        row("16 bits, compiled, chunked loss", 600, **turn(0.5, 0.5, 0.6)),
-        row("everything combined", 100, **turn(0.8, 0.8, 0.9)),
+        *measured("baseline", 1000),
+        *measured("LoRA", 400, 1.0, 0.9, 1.1),
+        *measured("offload", 970, 5.7, 1.2, 11.2),
+        *measured("8-bit AdamW in backward", 300, 1.3, 1.2, 1.4),
+        *measured("QLoRA", 200, 1.6, 1.5, 1.7),
+        *measured("16 bits, compiled, chunked loss", 600, 0.5, 0.5, 0.6),
+        *measured("everything combined", 100, 0.8, 0.8, 0.9),
     ]
     curves = {"full, fp32": [[0, 3.75], [8, 2.62]]}
     facts = {"held_out_loss": curves, "micro_batches": [2, 4]}
