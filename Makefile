@@ -66,7 +66,7 @@ texts: $(READY)  ## Write recorded numbers, pictures and the file map into READM
 	@$(PY) -m tools.file_map
 	@$(PY) -m benchmarks.render
 
-gpu: $(READY)  ## Measure every recipe on this machine's GPU: TIER=cpu, gpu16, gpu24 or gpu80 sets the sizes
+gpu: $(READY)  ## Measure the recipes on this machine's GPU: TIER=cpu, gpu16, gpu24 or gpu80 sets the sizes
 	@$(PY) -m benchmarks.gpu $(if $(TIER),--tier $(TIER)) $(ARGS)
 
 ADDRESS = $(shell sed -n 's|^Repository = "https://github.com/\(.*\)"|\1|p' pyproject.toml)

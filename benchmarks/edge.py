@@ -95,7 +95,7 @@ def model_of(layers: int) -> Any:
 
 
 def export(folder: Path) -> dict[str, Any]:
-    """Make the files that are missing, one after the other. Returns what each of them is."""
+    """Make the files, one after the other. Returns what each of them is."""
     rows = {}
     for name, file in FILES.items():
         print(f"exporting {name}", flush=True)
