@@ -15,7 +15,6 @@ programs on the machine disturb them little.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +26,13 @@ from benchmarks import study
 from recipes_lib.compression.distillation import apply_distillation
 from recipes_lib.compression.student import block_influence, choose_blocks, make_student
 from recipes_lib.core.data.chat import Row
-from recipes_lib.core.data.evaluation import GREEDY, row_losses
-from recipes_lib.core.measure.machine import machine, seed_everything
+from recipes_lib.core.data.evaluation import row_losses
+from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.core.model.sizes import weight_bytes
-from recipes_lib.workflows.bench.kernels import now
 
 WAYS = ("labels", "teacher")
-NEW_TOKENS = 32  # whose seconds are taken
-ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,6 @@ def compare(settings: Settings) -> Iterator[dict[str, Any]]:
         "teacher": held_out_loss(teacher, held_out),
         "untrained": held_out_loss(student, held_out),
         "weight_bytes": {"teacher": weight_bytes(teacher), "student": weight_bytes(student)},
-        "decode": decode_seconds({"teacher": teacher, "student": student}, held_out[0]),
         "runs": [],
     }
     for seed in range(settings.seeds):
@@ -120,20 +115,6 @@ def held_out_loss(model: Any, rows: Sequence[Row]) -> float:
     """The mean loss over all targets of the rows, in nats."""
     losses, targets = row_losses(model, rows, pad_token_id=study.PAD, batch_size=2)
     return (losses.sum() / targets.sum()).item()
-
-
-def decode_seconds(models: dict[str, Any], row: Row) -> dict[str, float]:
-    """Median seconds per token of HF's greedy `generate` after a prompt, in turns."""
-    prompt = torch.tensor([row["input_ids"][:32]], device=machine().device)
-    length = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
-    options = GREEDY | length | {"pad_token_id": study.PAD, "eos_token_id": None}
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(ROUNDS):
-        for name, model in models.items():
-            start = now()
-            model.eval().generate(prompt, **options)
-            seconds[name].append((now() - start) / NEW_TOKENS)
-    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

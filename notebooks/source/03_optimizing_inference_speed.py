@@ -958,7 +958,7 @@ judge("student", student_decoder)
 # | the text and its teacher | 3.062 3.071 3.073 | 3.069 | -0.044 (-0.044 to -0.043) | no verdict from 3 seeds |
 # | *the teacher itself* | | 2.400 | | |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. The student has 20 of 30 blocks and 396 of 538 MB; `generate` writes with it 1.37× as fast. 44 steps of 2 rows of 256 tokens. Held-out loss in nats per token. The difference is to the same seed of the text alone; in brackets are the smallest and the largest. It is better or worse only from five seeds on, and if the 95 % interval of the differences leaves out zero: three signs agree by chance one time in four. A step with the teacher takes 1.51× as long.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. The student has 20 of 30 blocks and 396 of 538 MB. 44 steps of 2 rows of 256 tokens. Held-out loss in nats per token. The difference is to the same seed of the text alone; in brackets are the smallest and the largest. It is better or worse only from five seeds on, and if the 95 % interval of the differences leaves out zero: three signs agree by chance one time in four. A step with the teacher takes 1.51× as long.*
 # <!-- end -->
 #
 # **How do I use it?** `trl.experimental.gkd.GKDTrainer`, NVIDIA's Model Optimizer, or a loop of your own with `apply_distillation(student, teacher)`.
