@@ -7,8 +7,8 @@ Four things are measured:
     export    the files are made in another process; this takes most of the time
     quality   perplexity of the whole model: fp32, rounded in eager mode, and from the file; and
               whether the fp32 file of a short model writes the same tokens as the model
-    load      a fresh process loads a file, or the model, and writes a token: seconds and memory
-    times     seconds for a prompt and for each token behind it, on one thread, in turns
+    load      a fresh process loads a file, or the model, and writes a token: its memory
+    times     seconds for each token behind a prompt, on one thread, in turns
 
 The short model is SmolLM2 without most of its blocks. It talks nonsense, but its files show step by
 step where the speed comes from: fp32, four bits, and the attention that is made for a cache.
@@ -39,11 +39,7 @@ from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.core.model.sizes import weight_bytes
-from recipes_lib.edge.language_model import (
-    export_language_model,
-    load_language_model,
-    predicted_bytes,
-)
+from recipes_lib.edge.language_model import export_language_model, load_language_model
 from recipes_lib.precision.quantization_aware import apply_rounding
 from recipes_lib.workflows.on_device.background import in_background
 
@@ -99,33 +95,17 @@ def export(folder: Path) -> dict[str, Any]:
     rows = {}
     for name, file in FILES.items():
         print(f"exporting {name}", flush=True)
-        job = in_background(export_one, path=folder / f"{name}.pte", file=file)
-        model = model_of(file.layers)
-        rows[name] = job.result() | {
-            "settings": asdict(file),
-            "predicted_bytes": predicted_bytes(
-                model, weight_bits=file.weight_bits, output_bits=file.output_bits
-            ),
-            "bf16_bytes": weight_bytes(model) // 2,
-        }
+        made = in_background(export_one, path=folder / f"{name}.pte", file=file).result()
+        in_bf16 = weight_bytes(model_of(file.layers)) // 2
+        rows[name] = {"bytes": made, "settings": asdict(file), "bf16_bytes": in_bf16}
     return rows
 
 
-def export_one(*, path: Path, file: FileOf) -> dict[str, Any]:
-    """In the other process: the file, its seconds, its memory and what XNNPACK has taken."""
-    import resource
-
-    start = time.process_time()
+def export_one(*, path: Path, file: FileOf) -> int:
+    """In the other process: the file, and its bytes."""
     options = asdict(file)
     model = model_of(options.pop("layers"))
-    exported = export_language_model(model, path=path, **options)
-    return {
-        "seconds": exported.seconds,
-        "cpu_seconds": time.process_time() - start,
-        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "bytes": exported.bytes,
-        "delegation": asdict(exported.delegation),
-    }
+    return export_language_model(model, path=path, **options).bytes
 
 
 # --- quality --------------------------------------------------------------------------------------
@@ -198,7 +178,7 @@ print(edge.measure_load(sys.argv[1], sys.argv[2]))
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Seconds and memory of a fresh process, with the libraries imported before."""
+    """Memory of a fresh process, with the libraries imported before."""
     found = {}
     ways = [f"{name}.pte" for name, file in FILES.items() if file.layers == WHOLE]
     for way in [*ways, "eager fp32", "eager bf16"]:
@@ -221,28 +201,19 @@ def measure_load(folder: str, way: str) -> str:
         load_language_model(short).prefill(prompt)  # ExecuTorch's libraries
     process = psutil.Process()
     before = process.memory_info().rss
-    start = time.perf_counter()
-    cpu_start = time.process_time()
     if way.startswith("eager"):
         dtype = {"eager fp32": torch.float32, "eager bf16": torch.bfloat16}[way]
-        loaded = load_model(dtype=dtype).eval()
+        generated(load_model(dtype=dtype).eval(), prompt, 1)
     else:
-        loaded = load_language_model(Path(folder, way))
-    seconds = time.perf_counter() - start
-    cpu_seconds = time.process_time() - cpu_start
-    if way.startswith("eager"):
-        generated(loaded, prompt, 1)
-    else:
-        loaded.greedy(prompt, 1)
-    added = process.memory_info().rss - before
-    return json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "rss": added})
+        load_language_model(Path(folder, way)).greedy(prompt, 1)
+    return json.dumps({"rss": process.memory_info().rss - before})
 
 
 # --- times ----------------------------------------------------------------------------------------
 
 
 def times(folder: Path, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Seconds of each way for a prompt and for each token behind it, in turns; after each turn."""
+    """Seconds of each way for each token behind a prompt, in turns; after each turn."""
     prompt = a_prompt(settings)
     ways = ways_of(folder, prompt)
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
@@ -268,15 +239,14 @@ def ways_of(folder: Path, prompt: torch.Tensor) -> dict[str, Callable[[int], Any
 
 
 def one_turn(write: Callable[[int], Any], new_tokens: int) -> dict[str, float]:
-    """Seconds of the prompt with its first token, and of each further one."""
+    """Seconds of each token but the first, which comes with the prompt."""
     start = time.perf_counter()
     write(1)
     first = time.perf_counter() - start
     start = time.perf_counter()
     write(new_tokens)
     all_of_them = time.perf_counter() - start
-    of_a_token = (all_of_them - first) / (new_tokens - 1)
-    return {"perf_counter_prompt": first, "perf_counter_token": of_a_token}
+    return {"perf_counter_token": (all_of_them - first) / (new_tokens - 1)}
 
 
 # --- the run --------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ python -m benchmarks.int8_images      some six minutes of one core
 
 Three things are measured:
 
-    accuracy    a network is trained on digits, enlarged to `PIXELS` a side; how many of the
-                held-out digits each of its files reads, and what ONNX Runtime makes of the file
+    accuracy    a network is trained on digits, enlarged to `PIXELS` a side: how many of the
+                held-out digits each of its files reads
     layers      microseconds of each kind of layer in that network, in fp32 and in 8 bits
     times       milliseconds of one image on one thread, in turns, at each size of `SIZES`
 
@@ -31,12 +31,7 @@ from benchmarks import study, turns
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.core.data.images import Images, handwritten_digits
 from recipes_lib.core.measure.provenance import runs_dir
-from recipes_lib.edge.onnx_export import (
-    export_to_onnx,
-    load_onnx,
-    operators_that_run,
-    quantize_onnx,
-)
+from recipes_lib.edge.onnx_export import export_to_onnx, load_onnx, quantize_onnx
 from recipes_lib.workflows.on_device.classify import accuracy, train_classifier
 
 PIXELS = 96  # of a side, in the network that is trained
@@ -96,7 +91,7 @@ def trained_files(settings: Settings, folder: Path) -> tuple[dict[str, Path], di
     images = enlarged(small, PIXELS)
     test = enlarged(small_test, PIXELS)
     model = mobile_net(width=WIDTH, image_size=PIXELS, seed=settings.seed)
-    losses = train_classifier(
+    train_classifier(
         model,
         images,
         epochs=settings.epochs,
@@ -107,14 +102,8 @@ def trained_files(settings: Settings, folder: Path) -> tuple[dict[str, Path], di
     )
     # Calibration sees images of the training: those that are counted have to be new.
     files = files_of(model, images.first(settings.calibration).images, folder)
-    found = {"losses": losses, "eager": accuracy(model, test), "files": {}}
-    for way, path in files.items():
-        found["files"][way] = {
-            "accuracy": accuracy(load_onnx(path), test),
-            "bytes": path.stat().st_size,
-            "operators": operators_that_run(path),
-        }
-    return files, found
+    found = {way: {"accuracy": accuracy(load_onnx(path), test)} for way, path in files.items()}
+    return files, {"files": found}
 
 
 # --- layers ---------------------------------------------------------------------------------------

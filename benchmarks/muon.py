@@ -6,15 +6,11 @@ Each optimizer gets the same learning rates, as `muon_adamw` scales its steps li
 All runs begin with the pretrained weights; a seed decides which rows come, and in which order. The
 rate warms up in a tenth of the steps and falls to zero. Losses are of the same held-out rows, in
 nats per target.
-
-A run is `seconds` per step, too, but nothing here takes turns: compare them only roughly.
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +24,6 @@ from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.default_model import model_source
-from recipes_lib.core.model.sizes import state_bytes
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.honest_evaluation import held_out_losses
 from recipes_lib.training.gradient_accumulation import accumulate_gradients
@@ -64,8 +59,9 @@ def compare(settings: Settings) -> Iterator[dict[str, Any]]:
     content: dict[str, Any] = {"source": model_source(), "before": before, "runs": []}
     for seed, rate, name in itertools.product(range(settings.seeds), settings.rates, OPTIMIZERS):
         chosen = {"rate": rate, "seed": seed, "settings": settings}
-        result = train(name, rows, held_out, pad_token_id=pad, **chosen)
-        content["runs"].append({"optimizer": name, "lr": rate, "seed": seed} | result)
+        loss = train(name, rows, held_out, pad_token_id=pad, **chosen)
+        run = {"optimizer": name, "lr": rate, "seed": seed, "loss": loss}
+        content["runs"].append(run)
         yield content
 
 
@@ -78,8 +74,8 @@ def train(
     seed: int,
     settings: Settings,
     pad_token_id: int,
-) -> dict[str, Any]:
-    """One run: the held-out loss at its end, seconds per step, bytes of the optimizer's states."""
+) -> float:
+    """One run: the held-out loss at its end."""
     seed_everything(seed)
     model = load_model().train()
     if name == "Muon":
@@ -93,9 +89,7 @@ def train(
         return min((step + 1) / warmup, (settings.steps - step) / (settings.steps - warmup + 1))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-    seconds = []
     for step in range(settings.steps):
-        start = time.perf_counter()
         chosen = rows_of_step(step, rows=len(rows), rows_per_step=settings.rows, seed=seed)
         batch = collate(
             [rows[number] for number in chosen],
@@ -107,12 +101,7 @@ def train(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - start)
-    return {
-        "loss": held_out_losses(model, held_out, pad_token_id=pad_token_id).mean,
-        "seconds": statistics.median(seconds),
-        "state_bytes": state_bytes(optimizer),
-    }
+    return held_out_losses(model, held_out, pad_token_id=pad_token_id).mean
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

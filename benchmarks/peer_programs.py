@@ -19,8 +19,7 @@ from torch import nn
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model import load_model
 from recipes_lib.core.model.decoding import greedy
-from recipes_lib.core.model.linears import bytes_per_token, linear_layers, replace_linears
-from recipes_lib.core.model.sizes import plain_tensors
+from recipes_lib.core.model.linears import linear_layers, replace_linears
 from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.precision.int8 import apply_int8
@@ -61,12 +60,11 @@ class Loaded:
     """A program with its weights.
 
     `write(prompt, new_tokens, stopwatch)` gives the new tokens, and `read(prompt)` computes the
-    logits of the last token. `weight_bytes` are those that a token reads.
+    logits of the last token.
     """
 
     write: Write
     read: Callable[[Sequence[int]], None]
-    weight_bytes: int
     version: str
 
 
@@ -76,7 +74,6 @@ class Peer:
 
     name: str
     program: str
-    format: str
     bits: int
     load: Callable[[], Loaded]
     beside: str | None = None
@@ -111,7 +108,7 @@ def load_ours(change: Callable[[Any], Any]) -> Loaded:
     def read(prompt: Sequence[int]) -> None:
         greedy(decoder, prompt, new_tokens=1)
 
-    return Loaded(write, read, bytes_per_token(decoder), metadata.version("llm-training-recipes"))
+    return Loaded(write, read, metadata.version("llm-training-recipes"))
 
 
 class _Timed:
@@ -155,7 +152,7 @@ def load_transformers(
         with torch.inference_mode():
             model(torch.tensor([prompt]), logits_to_keep=1)
 
-    return Loaded(write, read, bytes_of_linears(model), metadata.version(package))
+    return Loaded(write, read, metadata.version(package))
 
 
 def torchao_weight_only(model: Any) -> Any:
@@ -194,17 +191,6 @@ def bitsandbytes_eight_bits(model: Any) -> Any:
     return replace_linears(model, make, names=list(linear_layers(model)))
 
 
-def bytes_of_linears(model: nn.Module) -> int:
-    """Bytes of all weights in products, scales included."""
-    total = 0
-    for layer in linear_layers(model).values():
-        total += sum(tensor.nbytes for tensor in plain_tensors(layer.weight))
-        # bitsandbytes moves its scales around; there is one in fp32 for each row.
-        if type(layer).__name__ == "Linear8bitLt":
-            total += 4 * layer.out_features
-    return total
-
-
 def _model(dtype: torch.dtype = torch.float32) -> Any:
     """The default model on the CPU, which goes on writing until it is told to stop."""
     model = load_model(dtype=dtype, device="cpu").eval()
@@ -217,60 +203,39 @@ def _model(dtype: torch.dtype = torch.float32) -> Any:
 
 def programs_on_pytorch() -> list[Peer]:
     """Ours, and every program that runs inside of PyTorch."""
-    eight_bits = "int8, a scale per row"
-    both_in_eight_bits = "int8, activations too"
     fp32, bf16 = torch.float32, torch.bfloat16
     ours = [
-        ("fp32", "fp32", 32, unchanged),
-        ("16 bits", "bf16 or fp16", 16, apply_sixteen_bit_weights),
-        ("int8 weight-only", eight_bits, 8, partial(all_in_int8, kind="weight_only")),
-        ("int8 dynamic", both_in_eight_bits, 8, partial(all_in_int8, kind="dynamic")),
-        ("int4", "int4 in groups of 32, output layer int8", 4, int4_with_int8_head),
+        ("fp32", 32, unchanged),
+        ("16 bits", 16, apply_sixteen_bit_weights),
+        ("int8 weight-only", 8, partial(all_in_int8, kind="weight_only")),
+        ("int8 dynamic", 8, partial(all_in_int8, kind="dynamic")),
+        ("int4", 4, int4_with_int8_head),
     ]
     peers = []
-    for name, stored, bits, change in ours:
-        peers.append(Peer(f"ours, {name}", OURS, stored, bits, partial(load_ours, change)))
+    for name, bits, change in ours:
+        peers.append(Peer(f"ours, {name}", OURS, bits, partial(load_ours, change)))
     with_torchao = partial(load_transformers, bf16, package="torchao")
-    peers += [
-        Peer(
-            "transformers, fp32",
-            "transformers generate",
-            "fp32",
-            32,
-            partial(load_transformers, fp32),
-            "ours, fp32",
-        ),
-        Peer(
-            "transformers, bf16",
-            "transformers generate",
-            "bf16",
-            16,
-            partial(load_transformers, bf16),
-            "ours, 16 bits",
-        ),
-        Peer(
-            "torchao, int8 weight-only",
-            "torchao, transformers generate",
-            eight_bits,
+    by_generate = {
+        "transformers, fp32": (32, partial(load_transformers, fp32), "fp32"),
+        "transformers, bf16": (16, partial(load_transformers, bf16), "16 bits"),
+        "torchao, int8 weight-only": (
             8,
             partial(with_torchao, torchao_weight_only),
-            "ours, int8 weight-only",
+            "int8 weight-only",
         ),
-        Peer(
-            "torchao, int8 weight-only, compiled",
-            "torchao, transformers generate",
-            eight_bits,
+        "torchao, int8 weight-only, compiled": (
             8,
             partial(with_torchao, torchao_compiled),
-            "ours, int8 weight-only",
+            "int8 weight-only",
         ),
-        Peer(
-            "bitsandbytes, LLM.int8",
-            "bitsandbytes, transformers generate",
-            f"{both_in_eight_bits}, outliers in 16 bits",
+        "bitsandbytes, LLM.int8": (
             8,
             partial(load_transformers, fp32, bitsandbytes_eight_bits, package="bitsandbytes"),
-            "ours, int8 dynamic",
+            "int8 dynamic",
         ),
-    ]
+    }
+    for name, (bits, load, beside) in by_generate.items():
+        library, _, _ = name.partition(",")
+        program = ", ".join(dict.fromkeys([library, "transformers"]))
+        peers.append(Peer(name, f"{program} generate", bits, load, f"ours, {beside}"))
     return peers

@@ -21,11 +21,11 @@ def program(tokens=RIGHT):
             stopwatch.token()
         return list(tokens)
 
-    return Loaded(write, lambda prompt: None, weight_bytes=100, version="1.0")
+    return Loaded(write, lambda prompt: None, version="1.0")
 
 
 def peer(name, load, *, beside=None):
-    return Peer(name, "a program", "fp32", 32, load, beside)
+    return Peer(name, "a program", 32, load, beside)
 
 
 def test_a_program_that_is_not_installed_is_left_out_and_the_others_go_on(monkeypatch, capsys):
