@@ -15,7 +15,7 @@ versus              ... each recipe beside the library that does the same
 rope                ... loss along texts beyond the training, with each scaling of positions
 long_steps          ... the longest steps: of every weight, and of QLoRA on 24 GB
 
-study               what the programs below share: options, a file that grows, a short training
+study               what the programs below share: options, a file that grows, turns, a training
 architecture        small models trained both ways, and norms
 depths              deep and thin at equal weights
 distillation        a student with its teacher and without
@@ -27,5 +27,4 @@ image_students      a classifier with its teacher and without
 inference_peers     other programs that write text with the same model, in turns with ours
 peer_programs, peer_files
                     ... those on PyTorch, and those that read a file of their own
-turns               programs that answer one image, timed in turns
 """

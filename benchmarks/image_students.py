@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import study, turns
+from benchmarks import study
 from recipes_lib.architecture.efficient_net import efficient_net
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.compression.distillation import plain_distillation_loss
@@ -57,7 +57,6 @@ class Settings:
     teacher_share: float = 0.9
     seeds: int = 3
     turns: int = 31
-    seconds: float = 0.05  # of one network in one turn
 
 
 # --- seeds ----------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ def times(settings: Settings, folder: Path) -> dict[str, Any]:
         exported = export_to_executorch(network.eval(), (image,), path=folder / f"{name}.pte")
         programs[name] = load_pte(exported.path)
         work[name] = multiply_adds(network, image)
-    milliseconds = turns.in_turns(programs, image, turns=settings.turns, seconds=settings.seconds)
+    milliseconds = study.in_turns(programs, image, turns=settings.turns)
     return {"milliseconds": milliseconds, "multiply_adds": work}
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks import study, turns
+from benchmarks import study
 from recipes_lib.architecture.mobile_net import mobile_net
 from recipes_lib.core.data.images import Images, handwritten_digits
 from recipes_lib.core.measure.provenance import runs_dir
@@ -59,7 +59,6 @@ class Settings:
     learning_rate: float = 0.05
     calibration: int = 256
     turns: int = 31
-    seconds: float = 0.05  # of one way in one turn
     forwards: int = 100  # whose layers are timed
     seed: int = 1
 
@@ -175,9 +174,7 @@ def times(
         if pixels != PIXELS:
             files = untrained_files(pixels, settings, folder / str(pixels))
         models = {way: load_onnx(path) for way, path in files.items()}
-        of_ways = turns.in_turns(
-            models, an_image(pixels), turns=settings.turns, seconds=settings.seconds
-        )
+        of_ways = study.in_turns(models, an_image(pixels), turns=settings.turns)
         rows.append({"pixels": pixels, "milliseconds": of_ways})
         yield rows
 

@@ -7,7 +7,8 @@ that was measured, and the table that it becomes is printed, so a run that is cu
 has. The file says `complete` only when the whole run has ended, and `benchmarks.record` takes no
 other.
 
-A short training, which several programs measure in the same way, is here, too.
+What several programs measure in the same way is here, too: programs that answer one image, in
+turns, and a short training.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from recipes_lib.core.data.chat import Row
 from recipes_lib.core.data.evaluation import text_windows
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.provenance import provenance, runs_dir
+from recipes_lib.report.ladders.edge import Calls
 from recipes_lib.workflows.bench.kernels import now
 
 PAD = 0  # no row is padded
@@ -105,6 +108,25 @@ def tables(name: str, content: Content) -> Iterator[str]:
             # A look at the numbers ends no measurement: a table may want what is not there yet.
             with contextlib.suppress(Exception):
                 yield block(key, folder=Path(folder))
+
+
+# --- programs that answer one image ---------------------------------------------------------------
+
+
+def in_turns(
+    programs: dict[str, Callable[[Any], Any]], image: torch.Tensor, *, turns: int
+) -> dict[str, list[float]]:
+    """By the name of the program: milliseconds of one image in each turn.
+
+    The machine may be slower in one turn than in another. Every turn times every program, so a
+    ratio of two of them compares what was measured side by side.
+    """
+    calls = {name: Calls(partial(program, image), 1) for name, program in programs.items()}
+    found: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(turns):
+        for name, call in calls.items():
+            found[name].append(1e3 * call()["seconds"])
+    return found
 
 
 # --- a short training on text ---------------------------------------------------------------------
