@@ -22,7 +22,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -41,6 +40,7 @@ from recipes_lib.core.model.default_model import model_source
 from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.edge.language_model import export_language_model, load_language_model
 from recipes_lib.precision.quantization_aware import apply_rounding
+from recipes_lib.report.ladders.speed import Writing
 from recipes_lib.workflows.on_device.background import in_background
 
 WHOLE = 30  # blocks of SmolLM2-135M
@@ -217,11 +217,12 @@ def times(folder: Path, settings: Settings) -> Iterator[dict[str, Any]]:
     prompt = a_prompt(settings)
     ways = ways_of(folder, prompt)
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    for write in ways.values():  # the first call allocates
-        write(2)
+    turns = {}
+    for name in ways:
+        turns[name] = Writing(partial(ways.__getitem__, name), settings.new_tokens)
     for _ in range(settings.rounds):
-        for name, write in ways.items():
-            rows[name].append(one_turn(write, settings.new_tokens))
+        for name, turn in turns.items():
+            rows[name].append({"perf_counter_token": turn()["seconds_per_token"]})
         yield rows
 
 
@@ -236,17 +237,6 @@ def ways_of(folder: Path, prompt: torch.Tensor) -> dict[str, Callable[[int], Any
     for name in FILES:
         ways[name] = partial(load_language_model(folder / f"{name}.pte").greedy, prompt)
     return ways
-
-
-def one_turn(write: Callable[[int], Any], new_tokens: int) -> dict[str, float]:
-    """Seconds of each token but the first, which comes with the prompt."""
-    start = time.perf_counter()
-    write(1)
-    first = time.perf_counter() - start
-    start = time.perf_counter()
-    write(new_tokens)
-    all_of_them = time.perf_counter() - start
-    return {"perf_counter_token": (all_of_them - first) / (new_tokens - 1)}
 
 
 # --- the run --------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ that was measured, and the table that it becomes is printed, so a run that is cu
 has. The file says `complete` only when the whole run has ended, and `benchmarks.record` takes no
 other.
 
-What several programs measure in the same way is here, too: programs that answer one image, in
-turns, and a short training.
+What several programs measure in the same way is here, too: calls in turns, and a short training.
 """
 
 from __future__ import annotations
@@ -110,19 +109,19 @@ def tables(name: str, content: Content) -> Iterator[str]:
                 yield block(key, folder=Path(folder))
 
 
-# --- programs that answer one image ---------------------------------------------------------------
+# --- programs in turns ----------------------------------------------------------------------------
 
 
 def in_turns(
-    programs: dict[str, Callable[[Any], Any]], image: torch.Tensor, *, turns: int
-) -> dict[str, list[float]]:
-    """By the name of the program: milliseconds of one image in each turn.
+    programs: dict[Any, Callable[[Any], Any]], given: torch.Tensor, *, turns: int
+) -> dict[Any, list[float]]:
+    """By the name of the program: milliseconds of one call in each turn.
 
     The machine may be slower in one turn than in another. Every turn times every program, so a
     ratio of two of them compares what was measured side by side.
     """
-    calls = {name: Calls(partial(program, image), 1) for name, program in programs.items()}
-    found: dict[str, list[float]] = {name: [] for name in programs}
+    calls = {name: Calls(partial(program, given), 1) for name, program in programs.items()}
+    found: dict[Any, list[float]] = {name: [] for name in programs}
     for _ in range(turns):
         for name, call in calls.items():
             found[name].append(1e3 * call()["seconds"])
