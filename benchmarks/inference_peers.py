@@ -3,11 +3,11 @@
 python -m benchmarks.inference_peers
 
 Every program writes the same number of tokens after the same short prompt, always the likeliest
-one. Its time per token begins with the first new token, so reading the prompt is not in it. Then it
-reads a long prompt, and gives the logits of the last token. The programs take turns, each round in
-the other direction, and a ratio is that of two times in one round. Before the clock runs, each
-program has written its text once, and `equal_tokens` says how many of its tokens are those of
-`model.generate` in fp32, counted from the first.
+one. Its time per token is that of a text less that of its first token, so reading the prompt is not
+in it. Then it reads a long prompt, and gives the logits of the last token. The programs take turns,
+each round in the other direction, and a ratio is that of two times in one round. Before the clock
+runs, each program has written its text once, and `equal_tokens` says how many of its tokens are
+those of `model.generate` in fp32, counted from the first.
 
 What is not installed is left out, and said. Programs beside PyTorch come with
 
@@ -27,17 +27,12 @@ import torch
 
 from benchmarks import study
 from benchmarks.peer_files import programs_with_files
-from benchmarks.peer_programs import (
-    Loaded,
-    Peer,
-    Stopwatch,
-    load_transformers,
-    programs_on_pytorch,
-)
+from benchmarks.peer_programs import Loaded, Peer, load_transformers, programs_on_pytorch
 from recipes_lib.core.data import load_text
 from recipes_lib.core.measure import there_and_back, timed
 from recipes_lib.core.model import load_tokenizer
 from recipes_lib.core.model.default_model import model_source
+from recipes_lib.report.ladders.speed import Writing, equal_tokens
 
 QUESTION = "Explain to a child why the sky is blue."  # as in notebook 03
 
@@ -57,6 +52,7 @@ class Row:
 
     peer: Peer
     loaded: Loaded
+    writing: Writing
     equal_tokens: int
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
@@ -78,17 +74,18 @@ def compare(
 
     `reference` loads the program whose tokens are the right ones.
     """
-    right = write(reference(), texts)[0]
+    right = reference().write(texts.question, texts.new_tokens)
     rows = {}
     for peer in peers:
         try:
             loaded = peer.load()
-        except ImportError as error:
+        except (ImportError, ValueError) as error:  # not installed, or a file is not here
             print(f"left out: {peer.name}: {error}", flush=True)
             continue
-        written, _ = write(loaded, texts)
+        writing = Writing(partial(partial, loaded.write, texts.question), texts.new_tokens)
         loaded.read(texts.long_text)  # warms up
-        rows[peer.name] = Row(peer, loaded, equal_from_the_first(written, right))
+        equal = equal_tokens(writing.tokens, right)
+        rows[peer.name] = Row(peer, loaded, writing, equal)
     yield list(rows.values())
     for names in there_and_back(list(rows), rounds=rounds):
         for name in names:
@@ -98,25 +95,9 @@ def compare(
 
 def take_turn(row: Row, texts: Texts) -> None:
     """One round of one program."""
-    _, seconds_per_token = write(row.loaded, texts)
+    row.decode.append(1e3 * row.writing()["seconds_per_token"])
     seconds, _ = timed(partial(row.loaded.read, texts.long_text))
-    row.decode.append(1e3 * seconds_per_token)
     row.prefill.append(1e3 * seconds)
-
-
-def write(loaded: Loaded, texts: Texts) -> tuple[list[int], float]:
-    """The answer, and its seconds per token without the first one."""
-    stopwatch = Stopwatch()
-    written = loaded.write(texts.question, texts.new_tokens, stopwatch)
-    return written, stopwatch.seconds_per_token(texts.new_tokens)
-
-
-def equal_from_the_first(written: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens are equal before the first that differs."""
-    for place, (one, other) in enumerate(zip(written, right, strict=True)):
-        if one != other:
-            return place
-    return len(right)
 
 
 # --- the file -------------------------------------------------------------------------------------

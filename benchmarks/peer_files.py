@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peer_programs import Loaded, Peer, Stopwatch
+from benchmarks.peer_programs import Loaded, Peer
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.measure.provenance import runs_dir
 from recipes_lib.core.model import load_model
@@ -68,7 +68,6 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
 def likeliest_after(
     prompt: Sequence[int],
     new_tokens: int,
-    stopwatch: Stopwatch,
     next_token: Callable[[Sequence[int]], int],
 ) -> list[int]:
     """The greedy loop around `next_token`, which appends tokens to its cache."""
@@ -76,7 +75,6 @@ def likeliest_after(
     tokens = prompt
     while len(answer) < new_tokens:
         token = next_token(tokens)
-        stopwatch.token()
         answer.append(token)
         tokens = [token]
     return answer
@@ -105,9 +103,9 @@ def load_llama_cpp(name: str) -> Loaded:
         )
         return int(torch.frombuffer(logits, dtype=torch.float32).argmax())
 
-    def write(prompt: Sequence[int], new_tokens: int, stopwatch: Stopwatch) -> list[int]:
+    def write(prompt: Sequence[int], new_tokens: int) -> list[int]:
         program.reset()
-        return likeliest_after(prompt, new_tokens, stopwatch, next_token)
+        return likeliest_after(prompt, new_tokens, next_token)
 
     def read(prompt: Sequence[int]) -> None:
         program.reset()
@@ -169,9 +167,9 @@ def load_onnx_runtime() -> Loaded:
         logits, *cache[:] = session.run_with_ort_values(outputs, given)
         return int(logits.numpy()[0, -1].argmax())
 
-    def write(prompt: Sequence[int], new_tokens: int, stopwatch: Stopwatch) -> list[int]:
+    def write(prompt: Sequence[int], new_tokens: int) -> list[int]:
         cache[:] = empty_cache()
-        return likeliest_after(prompt, new_tokens, stopwatch, next_token)
+        return likeliest_after(prompt, new_tokens, next_token)
 
     def read(prompt: Sequence[int]) -> None:
         cache[:] = empty_cache()

@@ -1,14 +1,13 @@
 """The programs that write the same text with the same weights: ours, and those on top of PyTorch.
 
-Each `Peer` says how to load a program. What it loads can read a prompt, and can write greedily with
-a `Stopwatch` beside it. Programs that read files of their own are in `peer_files.py`.
+Each `Peer` says how to load a program. What it loads can read a prompt, and can write greedily.
+Programs that read files of their own are in `peer_files.py`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -29,37 +28,14 @@ OURS = "this library"
 OUTLIERS = 6.0  # LLM.int8() keeps columns with larger activations in 16 bits
 
 
-@dataclass
-class Stopwatch:
-    """When each token of an answer was there. A streamer for `model.generate`, too."""
-
-    moments: list[float] = field(default_factory=list)
-
-    def token(self) -> None:
-        """A token is there."""
-        self.moments.append(time.perf_counter())
-
-    def put(self, tokens: Any) -> None:
-        """What `model.generate` calls: once with the prompt, and then for each token."""
-        self.token()
-
-    def end(self) -> None:
-        """What `model.generate` calls when the answer is complete."""
-
-    def seconds_per_token(self, new_tokens: int) -> float:
-        """From the first new token to the last one, so that reading the prompt is not in it."""
-        of_the_answer = self.moments[-new_tokens:]
-        return (of_the_answer[-1] - of_the_answer[0]) / (new_tokens - 1)
-
-
-Write = Callable[[Sequence[int], int, Stopwatch], list[int]]
+Write = Callable[[Sequence[int], int], list[int]]
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A program with its weights.
 
-    `write(prompt, new_tokens, stopwatch)` gives the new tokens, and `read(prompt)` computes the
+    `write(prompt, new_tokens)` gives the new tokens, and `read(prompt)` computes the
     logits of the last token.
     """
 
@@ -102,29 +78,13 @@ def load_ours(change: Callable[[Any], Any]) -> Loaded:
     """The decode loop with its layers changed."""
     decoder = change(apply_decode_loop(_model()))
 
-    def write(prompt: Sequence[int], new_tokens: int, stopwatch: Stopwatch) -> list[int]:
-        return greedy(_Timed(decoder, stopwatch), prompt, new_tokens=new_tokens)
+    def write(prompt: Sequence[int], new_tokens: int) -> list[int]:
+        return greedy(decoder, prompt, new_tokens=new_tokens)
 
     def read(prompt: Sequence[int]) -> None:
         greedy(decoder, prompt, new_tokens=1)
 
     return Loaded(write, read, metadata.version("llm-training-recipes"))
-
-
-class _Timed:
-    """A decoder that tells the stopwatch after each call."""
-
-    def __init__(self, decoder: Any, stopwatch: Stopwatch) -> None:
-        self.decoder = decoder
-        self.stopwatch = stopwatch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.decoder, name)
-
-    def __call__(self, *tokens_and_cache: Any, **options: Any) -> torch.Tensor:
-        logits = self.decoder(*tokens_and_cache, **options)
-        self.stopwatch.token()
-        return logits
 
 
 # --- transformers, and what changes its layers ----------------------------------------------------
@@ -136,7 +96,7 @@ def load_transformers(
     """`model.generate` with its layers changed by `package`."""
     model = change(_model(dtype))
 
-    def write(prompt: Sequence[int], new_tokens: int, stopwatch: Stopwatch) -> list[int]:
+    def write(prompt: Sequence[int], new_tokens: int) -> list[int]:
         ids = torch.tensor([prompt])
         prompt_and_answer = model.generate(
             ids,
@@ -144,7 +104,6 @@ def load_transformers(
             max_new_tokens=new_tokens,
             do_sample=False,
             pad_token_id=0,
-            streamer=stopwatch,
         )
         return prompt_and_answer[0, len(prompt) :].tolist()
 
