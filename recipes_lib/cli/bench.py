@@ -38,21 +38,16 @@ def bench(
     # One row at a time shows the most that accumulation can save.
     if micro_batches is None:
         micro_batches = batch_size
-    repeats = 1 if fast() else 3  # fast: the sizes of CI
+    rounds = 1 if fast() else 3  # fast: the sizes of CI
     setting = Bench(model, batch_size, seq_len, micro_batches, layers)
-    ladder = setting.run(technique, repeats=repeats, timeline=timeline, announce=_say)
+    ladder = setting.run(technique, rounds=rounds, timeline=timeline)
     print(ladder)
     if abs(ladder[technique].change) < LITTLE:
         print(
             "peak: less than 1 % at this size. What activations need grows with --batch-size and "
             "--seq-len; weights, gradients and states stay as they are."
         )
-    print("loss: of the first step, on random tokens, so it says nothing about quality")
+    print("loss: on random tokens, so it says nothing about quality")
     print(f"rows: {ladder.path}")
     if timeline is not None:
         print(f"timeline: {timeline}")
-
-
-def _say(row: str) -> None:
-    # A line, and no bar: what draws while a row is measured disturbs the clock.
-    print(f"measuring {row}", flush=True)

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes_lib.core.measure import Measurement
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict.flops import step_operations
 from recipes_lib.core.ranks.rank_run import RankRun
+from recipes_lib.report.ladder import Row
 from recipes_lib.report.ladders import edge, speed
 from recipes_lib.report.ladders.edge import EdgeLadder, chance
 from recipes_lib.report.ladders.length import LengthLadder
@@ -84,11 +84,12 @@ def test_a_step_that_is_skipped_does_not_warm_up():
     assert len(taken) == 3
 
 
-def test_rows_that_were_measured_elsewhere(tmp_path):
+def test_what_a_row_saves(tmp_path):
+    """The mistake: a change to the row before, or a bar of another row."""
     memory = MemoryLadder("steps", folder=tmp_path)
-    memory.add("baseline", Measurement(2.0, 1000 * MIB, 500), predicted=950 * MIB, loss=3.5)
-    spread = Measurement(3.0, 250 * MIB, 500, seconds_high=4.4)
-    memory.add("less", spread, predicted=250 * MIB)
+    for name, peak, seconds in (("baseline", 1000, 2.0), ("less", 250, 3.0)):
+        sizes = {"peak_bytes": peak * MIB, "predicted_bytes": 950 * MIB}
+        memory.append(Row(name=name, seconds=seconds, **sizes))
     less = memory["less"]
     assert (less.change, less.ratio, less.seconds) == (-0.75, 1.5, 3.0)
     assert memory["baseline"].prediction_error == pytest.approx(-0.05)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.checks import check_choice
-from recipes_lib.core.measure import Measurement, bytes_alive, measure, timed
+from recipes_lib.core.measure import bytes_alive, measure, timed
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.predict import Build, Prediction, predict
@@ -185,27 +185,6 @@ class MemoryLadder(Ladder):
             "loss": losses[0],  # that of the step under the account
             "operations": operations,
         }
-
-    def add(
-        self,
-        name: str,
-        measured: Measurement,
-        *,
-        predicted: int | None,
-        loss: float | None = None,
-    ) -> Row:
-        """Append a row that was measured elsewhere, save the file and return the row.
-
-        `predicted` is None where nothing was.
-        """
-        row = Row(name=name, predicted_bytes=predicted, loss=loss)
-        row.peak_bytes = measured.peak_bytes
-        row.seconds = measured.seconds
-        if measured.seconds_high is not None:
-            row.set_range("seconds", row.seconds, row.seconds, measured.seconds_high)
-        if measured.tokens is not None:
-            row.tokens_per_second = measured.tokens / row.seconds
-        return self.append(row)
 
     def derive(self, row: Row, first: Row) -> None:
         if row is not first:

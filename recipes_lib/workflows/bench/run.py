@@ -5,8 +5,8 @@
     bench.predict("lora").peak                          bytes, from a step on tensors without data
     bench.arrange("lora", bench.fresh())                model, optimizer and step, to use elsewhere
 
-Both rows train a model with the same weights on the same batch, one after the other, each alone in
-memory. What a technique does is in `entries.py`.
+Both rows train a model with the same weights on the same batch. What a technique does is in
+`techniques.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ import torch
 
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED, Batch
-from recipes_lib.core.measure import bytes_alive, measure
 from recipes_lib.core.measure.dry_run import real_tensors
-from recipes_lib.core.measure.free_memory import release_memory
 from recipes_lib.core.measure.machine import seed_everything
-from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
-from recipes_lib.core.model.marks import COMPILED, any_marked
 from recipes_lib.core.predict import Prediction, Step, predict
 from recipes_lib.report.ladders.memory import MemoryLadder
 from recipes_lib.report.timeline import timeline_chart
@@ -94,94 +90,33 @@ class Bench:
         model = entry.adapt(model)
         return model, entry.optimizer_of(model), step
 
+    def build(self, name: str) -> tuple[Any, torch.optim.Optimizer, Step]:
+        """The same on a model of its own."""
+        return self.arrange(name, self.fresh())
+
     def predict(self, name: str) -> Prediction:
-        """The step with technique `name`, on tensors without data.
+        """The step with technique `name`, on tensors without data."""
+        return predict(partial(self.build, name))
 
-        Raises ValueError where such a step says nothing about the real one, with the reason.
-        """
-
-        def build() -> tuple[Any, torch.optim.Optimizer, Step]:
-            model, optimizer, step = self.arrange(name, self.fresh())
-            if any_marked(model.modules(), COMPILED):
-                raise ValueError(
-                    "no prediction: on tensors without data the blocks run as they were, and "
-                    "compiled blocks keep less"
-                )
-            return model, optimizer, step
-
-        return predict(build)
-
-    def run(
-        self,
-        technique: str,
-        *,
-        repeats: int = 2,
-        timeline: Path | None = None,
-        announce: Callable[[str], None] | None = None,
-    ) -> MemoryLadder:
+    def run(self, technique: str, *, rounds: int = 3, timeline: Path | None = None) -> MemoryLadder:
         """Ladder of two rows, the plain step and the technique.
 
         Args:
-            repeats: steps on the clock, of which the fastest counts.
+            rounds: turns of both, of which the fastest counts.
             timeline: a file for the picture of the memory over one step of each row.
-            announce: is called with the name of a row before it is measured.
         """
         check_choice(ENTRIES, technique=technique)
         ladder = MemoryLadder(f"bench_{technique}")
-        predictions: dict[str, Prediction] = {}
-        timelines: dict[str, Timeline] = {}
         for name in ("baseline", technique):
-            if announce is not None:
-                announce(name)
-            alive = bytes_alive()
-            model, optimizer, step = self.arrange(name, self.fresh())
-            predicted = None
-            try:
-                predictions[name] = self.predict(name)
-                predicted = predictions[name].peak
-            except ValueError as error:
-                print(f"{name}: {error}")
-            losses: list[float] = []
-            measured = measure(
-                _noting(partial(step, model, optimizer), losses),
-                tokens=self.batch_size * self.seq_len,
-                repeats=repeats,
-                model=model,
-                optimizer=optimizer,
-            ).without(alive)
-            # That of equal weights: later steps have trained on this batch.
-            ladder.add(name, measured, predicted=predicted, loss=losses[0])
-            if timeline is not None:
-                timelines[name] = measured.timeline
-                if measured.timeline is None:  # of compiled blocks, in a step where they are plain
-                    again = record_timeline(
-                        partial(step, model, optimizer), model=model, optimizer=optimizer
-                    )
-                    timelines[name] = again.without(alive)
-            del model, optimizer, step
-            release_memory()  # the next row must not pay for this one's model
+            ladder.climb(name, partial(self.build, name))
+        ladder.take_turns(rounds)
         if timeline is not None:
-            _draw(timelines, predictions, timeline)
+            predicted = {name: each.timeline for name, each in ladder.predictions.items()}
+            title = "Memory over one step, without and with the technique"
+            timeline_chart(ladder.timelines, predicted=predicted, title=title).savefig(timeline)
         return ladder
 
 
 def techniques() -> list[str]:
     """Names that `Bench.run` takes."""
     return list(ENTRIES)
-
-
-def _noting(step: Callable[[], float], losses: list[float]) -> Callable[[], float]:
-    """The same step, which also notes its loss."""
-
-    def noted() -> float:
-        losses.append(step())
-        return losses[-1]
-
-    return noted
-
-
-def _draw(timelines: dict[str, Timeline], predictions: dict[str, Prediction], path: Path) -> None:
-    """Both timelines in one picture, with those that were predicted as lines."""
-    predicted = {name: prediction.timeline for name, prediction in predictions.items()}
-    title = "Memory over one step, without and with the technique"
-    timeline_chart(timelines, predicted=predicted, title=title).savefig(path)
