@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from benchmarks.record import keep
 from benchmarks.sizes import TIER_SIZES
 from recipes_lib.core.measure.machine import GIB, Sizes
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict import CARDS, Build, Card, Prediction, predict
-from recipes_lib.training.gradient_accumulation import accumulate_gradients
+from recipes_lib.core.predict import CARDS, Card, Prediction, predict
+from recipes_lib.workflows.bench.run import Bench
 
 ROOT = Path(__file__).resolve().parents[1]
 # The smallest card of each tier.
@@ -52,39 +53,23 @@ def in_words(sizes: Sizes) -> str:
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def full_step(sizes: Sizes, way: str, half: torch.dtype) -> Build:
-    """Full fine-tuning with AdamW: "in fp32", "with accumulation" or "in mixed precision"."""
-    ids = torch.zeros(sizes.rows, sizes.tokens, dtype=torch.long)  # [B, S]
+# The rows of `bench` that train every weight.
+WAYS = {
+    "in fp32": "baseline",
+    "with accumulation": "gradient_accumulation",
+    "in mixed precision": "mixed_precision",
+}
 
-    def loss_of(model: Any) -> torch.Tensor:
-        return model(input_ids=ids, labels=ids, use_cache=False).loss
 
-    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
-        if way == "with accumulation":
-            batch = {"input_ids": ids, "labels": ids}
-            accumulate_gradients(model, batch, micro_batches=sizes.rows // 2)
-        elif way == "in mixed precision":
-            with torch.autocast("cpu", half):
-                loss = loss_of(model)
-            loss.backward()
-        else:
-            loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def build() -> tuple[Any, torch.optim.Optimizer, Any]:
-        model = model_of_shape(sizes.shape, layers=sizes.layers, device="cpu")
-        return model, torch.optim.AdamW(model.parameters(), fused=True), step
-
-    return build
+def predicted(sizes: Sizes, way: str, card: Card) -> Prediction:
+    """A step of full fine-tuning with AdamW; accumulation takes two rows at a time."""
+    bench = Bench(sizes.shape, sizes.rows, sizes.tokens, sizes.rows // 2, sizes.layers)
+    return predict(partial(bench.build, WAYS[way]), card=card)
 
 
 def highest(sizes: Sizes, card: Card) -> dict[str, Any]:
     """Notebook 01, and full fine-tuning in `make gpu`: the row that needs most on a card."""
-    half = torch.bfloat16 if card.capability >= (8, 0) else torch.float16
-    peaks: dict[str, Prediction] = {}
-    for way in ("in fp32", "with accumulation", "in mixed precision"):
-        peaks[way] = predict(full_step(sizes, way, half), card=card)
+    peaks = {way: predicted(sizes, way, card) for way in WAYS}
     way = max(peaks, key=lambda each: peaks[each].reserved)
     return of_step(f"full fine-tuning {way}", sizes, peaks[way])
 
@@ -120,8 +105,7 @@ def learner(sizes: Sizes) -> Sizes:
 def fine_tuning(sizes: Sizes, card: Card) -> dict[str, Any]:
     """Notebook 05: full fine-tuning. In fp32, where it needs most."""
     learns = learner(sizes)
-    found = predict(full_step(learns, "in fp32", torch.bfloat16), card=card)
-    return of_step("full fine-tuning in fp32", learns, found)
+    return of_step("full fine-tuning in fp32", learns, predicted(learns, "in fp32", card))
 
 
 NOTEBOOKS: dict[str, Callable[[Sizes, Card], dict[str, Any]]] = {
