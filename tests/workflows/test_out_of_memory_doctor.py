@@ -7,6 +7,7 @@ import transformers
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.workflows.out_of_memory_doctor import diagnose, dry
+from recipes_lib.workflows.out_of_memory_doctor.message import read_message
 from recipes_lib.workflows.out_of_memory_doctor.remedies import RECIPES, in_order_of_advice
 from tests.workflows.test_out_of_memory_doctor_message import (
     FORMS,
@@ -41,9 +42,14 @@ def test_names_the_causes_that_no_recipe_cures():
 
 
 @pytest.mark.parametrize("form", FORMS, ids=[form.error[:60] for form in FORMS])
-def test_the_first_advice_fits_the_place_and_the_brand(form):
-    """The mistakes: recipes for a GPU where /dev/shm is full, an offload to a host that is full,
-    a variable of CUDA for another brand."""
+def test_what_a_text_says_and_the_first_advice(form):
+    """The mistakes: a number under the name of another; recipes for a GPU where /dev/shm is full,
+    an offload to a host that is full, a variable of CUDA for another brand."""
+    message = read_message(form.error.replace(" ", "\n", 20))  # as a terminal wraps it
+    assert message.place == form.place
+    for name, gib in form.fields.items():
+        expected = None if gib is None else pytest.approx(gib * GIB, rel=1e-3, abs=0.01 * GIB)
+        assert getattr(message, name) == expected, name
     found = diagnose(error=form.error)
     first = found.remedies[0]
     assert form.first in f"{first.name} {first.where}"

@@ -131,17 +131,6 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=[form.error[:60] for form in FORMS])
-def test_reads_who_asked_of_which_memory_for_how_much(form):
-    """The mistakes: a number under the name of another; the memory of the host taken for that of a
-    GPU."""
-    found = read_message(form.error.replace(" ", "\n", 20))  # as a terminal wraps it
-    assert found.place == form.place
-    for name, gib in form.fields.items():
-        expected = None if gib is None else pytest.approx(gib * GIB, rel=1e-3, abs=0.01 * GIB)
-        assert getattr(found, name) == expected, name
-
-
 def test_reads_the_emulated_error():
     """The words of core.measure, which could change without those here."""
     with pytest.raises(torch.OutOfMemoryError) as error, PeakMemory(limit_bytes=MIB):
