@@ -37,8 +37,6 @@ from recipes_lib.training.curriculum import flops_per_token
 from recipes_lib.workflows.longest import find_longest, peak_of
 
 LEAST_BYTES = 4096  # of what goes to the host
-CLOSE = 0.01  # lengths that differ by less are the same prediction
-MOST_TILES = 64  # of a step without data: each has operators of its own, which take seconds
 RANK = 16  # of QLoRA's adapters
 LEFT_FREE = 0.1  # of a card: for its context, and for what the allocator cannot use
 
@@ -61,11 +59,11 @@ def longest_step(*, shape: str, layers: int | None, seq_len: int) -> Iterator[di
     """
     asked = {"shape": shape, "layers": layers, "asked": seq_len}
     yield asked  # what a run that is cut leaves
-    tokens = min(seq_len, predicted_to_fit(shape, layers, machine().memory_bytes))
+    dtype = training_dtype()
+    limit = int((1 - LEFT_FREE) * machine().memory_bytes)
+    tokens = predicted_to_fit(shape, layers, limit_bytes=limit, most=seq_len, dtype=dtype)
     group = group_of(shape, layers)
-    model, optimizer, step = full_build(
-        shape, layers, group=group, tokens=tokens, dtype=training_dtype()
-    )()
+    model, optimizer, step = full_build(shape, layers, group=group, tokens=tokens, dtype=dtype)()
     step(model, optimizer, tokens=256)  # makes the states
     start = time.perf_counter()
     with PeakMemory() as memory:
@@ -126,37 +124,16 @@ def group_of(shape: str, layers: int | None) -> int:
 
 
 def predicted_to_fit(
-    shape: str, layers: int | None, memory_bytes: int, *, dtype: torch.dtype | None = None
+    shape: str, layers: int | None, *, limit_bytes: int, most: int, dtype: torch.dtype
 ) -> int:
-    """The longest text whose step, as `longest_step` takes it, is predicted to fit a card."""
-    limit = int((1 - LEFT_FREE) * memory_bytes)
-    return predicted_tokens(shape, layers, limit_bytes=limit, dtype=dtype or training_dtype())
+    """The longest text, up to `most` tokens, whose step is predicted to stay below a limit."""
+    peak = partial(predicted_peak, shape, layers, dtype=dtype)
+    few = min(4 * tile_of(shape), most)
+    known = {few: peak(few)}
+    return find_longest(peak, limit_bytes=limit_bytes, start=most, most=most, known=known).tokens
 
 
-def predicted_tokens(
-    shape: str, layers: int | None, *, limit_bytes: int, dtype: torch.dtype
-) -> int:
-    """The longest text whose step is predicted to stay below a limit.
-
-    Bytes at each moment grow evenly with tokens, so the line through two lengths says where they
-    reach the limit. Another moment may be the highest there: then the line through that length is
-    the right one.
-    """
-    tile = tile_of(shape)
-    few, more = 4 * tile, 8 * tile
-    of_few = predicted_peak(shape, layers, tokens=few, dtype=dtype)
-    for _ in range(3):
-        of_more = predicted_peak(shape, layers, tokens=more, dtype=dtype)
-        per_token = (of_more - of_few) / (more - few)
-        found = int(more + (limit_bytes - of_more) / per_token)
-        nearer = min(found, MOST_TILES * tile)
-        if abs(nearer - more) <= CLOSE * more:
-            break
-        few, more, of_few = more, nearer, of_more
-    return found
-
-
-def predicted_peak(shape: str, layers: int | None, *, tokens: int, dtype: torch.dtype) -> int:
+def predicted_peak(shape: str, layers: int | None, tokens: int, *, dtype: torch.dtype) -> int:
     """Bytes of a step, from a few blocks where it has many."""
     layers = layers or SHAPES[shape].layers
     period = group_of(shape, layers)

@@ -33,7 +33,7 @@ def test_positions_are_measured_plain_and_with_each_scaling(monkeypatch):
 @pytest.mark.parametrize("fits", [10_000, 200])
 def test_the_longest_step_is_as_long_as_asked_or_as_fits(monkeypatch, fits):
     """The mistake: the first try computes for minutes, and runs out of memory."""
-    monkeypatch.setattr(long_steps, "predicted_to_fit", lambda *_: fits)
+    monkeypatch.setattr(long_steps, "predicted_to_fit", lambda *_, most, **__: min(fits, most))
     asked, found = long_steps.longest_step(shape=SHAPE, layers=2, seq_len=300)
     assert asked == {"shape": SHAPE, "layers": 2, "asked": 300}
     assert found["tokens"] == min(fits, 300)
@@ -41,10 +41,11 @@ def test_the_longest_step_is_as_long_as_asked_or_as_fits(monkeypatch, fits):
 
 
 def test_the_prediction_is_the_length_whose_step_has_so_many_bytes():
-    """The mistake: a line through two lengths that does not meet the bytes of a third."""
-    limit = long_steps.predicted_peak(SHAPE, 2, tokens=1024, **IN_FP32)
-    found = long_steps.predicted_tokens(SHAPE, 2, limit_bytes=limit, **IN_FP32)
-    assert found == pytest.approx(1024, rel=0.02)
+    """The mistake: a length that is not the longest, or beyond the one that is asked for."""
+    limit = long_steps.predicted_peak(SHAPE, 2, 1024, **IN_FP32)
+    for most, expected in ((2048, 1024), (512, 512)):
+        found = long_steps.predicted_to_fit(SHAPE, 2, limit_bytes=limit, most=most, **IN_FP32)
+        assert found == pytest.approx(expected, rel=0.02)
 
 
 def test_shallow_steps_say_what_a_deep_one_needs(monkeypatch):
@@ -52,7 +53,7 @@ def test_shallow_steps_say_what_a_deep_one_needs(monkeypatch):
     monkeypatch.setattr(long_steps, "group_of", lambda shape, layers: 2)
     deep = long_steps.full_build(SHAPE, 11, group=2, tokens=64, device="cpu", **IN_FP32)
     monkeypatch.setattr(long_steps, "predict", None)  # 11 blocks are not taken as they are
-    shallow = long_steps.predicted_peak(SHAPE, 11, tokens=64, **IN_FP32)
+    shallow = long_steps.predicted_peak(SHAPE, 11, 64, **IN_FP32)
     assert shallow == pytest.approx(predict(deep).peak, rel=1e-3)
 
 
