@@ -124,6 +124,11 @@ def assert_equal(got, expected):
     assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
+def distance(got, expected):
+    """In the Euclidean norm, relative to what is expected."""
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
 def assert_near(got, expected, tolerance):
     """Each tensor, in the Euclidean norm: a gradient of zeros is as far away as it can be."""
     assert got.keys() == expected.keys()

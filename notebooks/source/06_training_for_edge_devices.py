@@ -114,7 +114,7 @@ brief = full | dict(
     test=100,
     few=70,
     # A few blocks, which are soon exported, and wide: so their weights are most of a file.
-    teacher=dict(width=2.0, depth=0.5, stages=1),
+    teacher=dict(width=1.5, depth=0.5, stages=1),
     student=dict(width=1.0, blocks=2),
     teacher_epochs=1,
     student_epochs=1,

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recipes_lib.attention._heads import selects_keys
+from recipes_lib.attention._left_out import refuse_what_is_left_out, selects_keys
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
@@ -150,7 +150,9 @@ def fused_attention(
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-    _refuse_what_sdpa_ignores(query.device, dropout, options)
+    # On a CPU dropout leaves the flash kernel, and the S^2 scores are back.
+    left_out = dropout if query.device.type == "cpu" else 0.0
+    refuse_what_is_left_out("fused attention", options, dropout=left_out)
     order = contextlib.nullcontext()
     if module.config._attn_implementation == "fused_cudnn":
         # The first of these that can compute the call does.
@@ -170,24 +172,6 @@ def fused_attention(
     with order:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, **options
-        )
-
-
-def _refuse_what_sdpa_ignores(
-    device: torch.device, dropout: float, options: dict[str, Any]
-) -> None:
-    asked = []
-    for name in ("softcap", "s_aux", "indices", "output_attentions"):
-        value = options.get(name)
-        if value is not None and value is not False:
-            asked.append(name)
-    # On a CPU dropout leaves the flash kernel, and the S^2 scores are back.
-    if dropout and device.type == "cpu":
-        asked.append("dropout")
-    if asked:
-        raise ValueError(
-            f"the fused kernels have no {asked[0]} here: "
-            f"set it to 0 or None, or take 'eager' attention"
         )
 
 

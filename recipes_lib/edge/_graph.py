@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.model.linears import refuse_quantized
 
 LARGEST_BATCH = 1024  # of a graph with `any_batch`
@@ -59,7 +60,7 @@ def capture_graph(
         batch = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
         of_each_input = tuple({0: batch} for _ in example)
         shapes = (of_each_input,)  # of one argument, `*inputs`
-    with in_eval_mode(model), torch.no_grad():
+    with evaluating(model):
         return torch.export.export(LogitsOnly(model), tuple(example), dynamic_shapes=shapes)
 
 
@@ -75,22 +76,6 @@ def sparing_the_collector() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-@contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode; afterwards each has the mode that it had.
-
-    A graph that torch.export has made refuses `eval()`: its mode is set without it.
-    """
-    changed = [module for module in model.modules() if module.training]
-    for module in changed:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in changed:
-            module.training = True
 
 
 def _require_plain_weights(model: nn.Module) -> None:

@@ -4,9 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from recipes_lib.attention import _compiled_flex as compiled_flex
 from recipes_lib.attention import block_sparse
@@ -22,6 +19,7 @@ from recipes_lib.attention.block_sparse import (
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
+from tests.attention.qkv import attention_under, random_qkv, with_gradients
 from tests.conftest import assert_same_gradients, gradients, make_batch
 from tests.small_models import small_model
 
@@ -34,15 +32,6 @@ PATTERNS = [
 PATTERN = {"block_size": 4, "local": 2, "global_blocks": 1, "stride": 3}
 
 
-def make_qkv(seq_len, *, batch=2, heads=6, kv_heads=2, width=8, dtype=torch.float32, device="cpu"):
-    """In the layout of transformers: [B, S, H, E] seen as [B, H, S, E]."""
-    qkv = []
-    for count in (heads, kv_heads, kv_heads):
-        tensor = torch.randn(batch, seq_len, count, width, dtype=dtype, device=device)
-        qkv.append(tensor.transpose(1, 2).requires_grad_())
-    return qkv
-
-
 def make_documents(kind, seq_len, batch=2):
     if kind is None:
         return None
@@ -52,21 +41,11 @@ def make_documents(kind, seq_len, batch=2):
 
 
 def dense(q, k, v, *, documents=None, scale=None, **pattern):
-    """The reference: the whole mask, keys repeated for every head."""
+    """The reference, under the whole mask."""
     mask = block_sparse_mask(seq_len=q.shape[2], **pattern).to(q.device)
     if documents is not None:
         mask = (mask & (documents[:, :, None] == documents[:, None]))[:, None]
-    groups = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(groups, 1)
-    v = v.repeat_interleave(groups, 1)
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-
-
-def run(attention, qkv, **options):
-    """The output and the gradients of q, k and v."""
-    out = attention(*qkv, **options)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    return [out.detach(), *torch.autograd.grad((out * weights).sum(), qkv)]
+    return attention_under(mask, q, k, v, scale=scale)
 
 
 def assert_close(got, expected, tolerance):
@@ -80,9 +59,9 @@ def assert_close(got, expected, tolerance):
 
 def test_the_idea_is_the_technique():
     """A key that one of the two reads too much, or the mean of another group of heads."""
-    qkv = make_qkv(37, dtype=torch.float64)
-    expected = run(plain_block_sparse_attention, qkv, **PATTERN)
-    assert_close(run(block_sparse_attention, qkv, **PATTERN), expected, 1e-13)
+    qkv = random_qkv(2, 6, 2, 37, 8, torch.float64)
+    expected = with_gradients(plain_block_sparse_attention, qkv, **PATTERN)
+    assert_close(with_gradients(block_sparse_attention, qkv, **PATTERN), expected, 1e-13)
 
 
 @pytest.mark.parametrize("documents", [None, "any"])
@@ -91,18 +70,18 @@ def test_equal_to_dense_attention(pattern, documents):
     """With documents, a scale of its own, and a row of one token."""
     for seq_len in (1, 37):
         options = pattern | {"documents": make_documents(documents, seq_len), "scale": 0.4}
-        qkv = make_qkv(seq_len, dtype=torch.float64)
-        expected = run(dense, qkv, **options)
-        assert_close(run(block_sparse_attention, qkv, **options), expected, 1e-13)
+        qkv = random_qkv(2, 6, 2, seq_len, 8, torch.float64)
+        expected = with_gradients(dense, qkv, **options)
+        assert_close(with_gradients(block_sparse_attention, qkv, **options), expected, 1e-13)
 
 
 def test_gradients_of_keys_that_many_read_are_summed_in_fp32():
     """In bf16 the sum over 64 blocks would lose what the later ones add."""
-    qkv = make_qkv(512, batch=1, dtype=torch.bfloat16)
+    qkv = random_qkv(1, 6, 2, 512, 8, torch.bfloat16)
     pattern = {"block_size": 8, "local": 1}
-    exact = run(dense, [x.detach().double().requires_grad_() for x in qkv], **pattern)
-    ours = run(block_sparse_attention, qkv, **pattern)
-    reference = run(dense, qkv, **pattern)
+    exact = with_gradients(dense, [x.detach().double().requires_grad_() for x in qkv], **pattern)
+    ours = with_gradients(block_sparse_attention, qkv, **pattern)
+    reference = with_gradients(dense, qkv, **pattern)
     for which in (2, 3):
         error = (ours[which] - exact[which]).norm()
         assert error < 1.1 * (reference[which] - exact[which]).norm()
@@ -159,7 +138,7 @@ def test_the_pattern_is_the_one_in_the_picture():
 
 
 def saved_and_peak(attention, S, **options):
-    qkv = make_qkv(S, batch=1, heads=6, kv_heads=2, width=16)
+    qkv = random_qkv(1, 6, 2, S, 16)
     with PeakMemory() as memory:
         before = memory.current
         out = attention(*qkv, **options)
@@ -183,17 +162,6 @@ def test_memory_grows_with_the_sequence_and_not_with_its_square():
 
 
 # --- in a model ------------------------------------------------------------------------------
-
-
-class LargestTensor(TorchDispatchMode):
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if torch.is_tensor(leaf):
-                self.bytes = max(self.bytes, leaf.untyped_storage().nbytes())
-        return out
 
 
 def loss_and_gradients(model, batch, **options):
@@ -278,7 +246,7 @@ def test_copies_have_patterns_of_their_own(llama):
 
 def test_scores_that_few_tokens_do_not_show_are_refused():
     """A cap of 50 changes nothing in a new model; an indexer reads all of 16 keys."""
-    with pytest.raises(ValueError, match="capped scores"):
+    with pytest.raises(ValueError, match="caps its scores"):
         apply_block_sparse(model_of_shape("tiny-gemma2", device="cpu"), block_size=4)
     with torch.device("meta"):
         model = small_model("DeepseekV32", q_lora_rank=16)
@@ -348,7 +316,7 @@ def test_pattern_of_the_cuda_arm(monkeypatch):
 
     monkeypatch.setattr(compiled_flex, "_compiled", lambda function, backend: function)
     monkeypatch.setattr(compiled_flex, "create_block_mask", create_and_keep)
-    q, k, v = (x.detach() for x in make_qkv(300))
+    q, k, v = (x.detach() for x in random_qkv(2, 6, 2, 300, 8))
     pattern = {"block_size": 96, "local": 1, "stride": 2}
     ids = make_documents("sorted", 300)
     got = block_sparse._flex(q, k, v, ids, 0.4, Pattern(**pattern))
@@ -365,7 +333,7 @@ def test_pattern_of_the_cuda_arm(monkeypatch):
 )
 def test_on_a_gpu(pattern):
     """Only a GPU runs the compiled kernel and its backward; in fp16 on a T4."""
-    qkv = make_qkv(1100, width=64, dtype=machine().compute_dtype, device="cuda")
+    qkv = random_qkv(2, 6, 2, 1100, 64, machine().compute_dtype, "cuda")
     options = pattern | {"documents": make_documents("sorted", 1100).cuda()}
-    expected = run(dense, qkv, **options)
-    assert_close(run(block_sparse_attention, qkv, **options), expected, 5e-2)
+    expected = with_gradients(dense, qkv, **options)
+    assert_close(with_gradients(block_sparse_attention, qkv, **options), expected, 5e-2)

@@ -17,6 +17,7 @@ from recipes_lib.attention.flash import (
 )
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from tests.attention.qkv import random_qkv, with_gradients
 from tests.conftest import assert_same_gradients, make_batch, run, without_cap
 from tests.small_models import small_model
 
@@ -38,18 +39,6 @@ def relative_error(got, expected):
 # --- the idea --------------------------------------------------------------------------------
 
 
-def with_gradients(attend, qkv):
-    out = attend(*qkv)
-    weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
-    return [out.detach(), *torch.autograd.grad((out * weights).sum(), qkv)]
-
-
-def random_qkv():
-    """Six heads of queries, two of keys, 19 tokens, in fp64."""
-    qkv = [torch.randn(2, heads, 19, 8, dtype=torch.float64) for heads in (6, 2, 2)]
-    return [tensor.requires_grad_() for tensor in qkv]
-
-
 def sdpa(q, k, v):
     attend = torch.nn.functional.scaled_dot_product_attention
     return attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -58,7 +47,7 @@ def sdpa(q, k, v):
 @pytest.mark.parametrize("block_size", [5, 64])  # the last block is shorter, or the only one
 def test_the_running_softmax_equals_all_scores_at_once(block_size):
     """An old sum that is not corrected when a larger score comes."""
-    qkv = random_qkv()
+    qkv = random_qkv(2, 6, 2, 19, 8, torch.float64)
     running = functools.partial(running_softmax_attention, block_size=block_size)
     results = zip(
         with_gradients(running, qkv),
@@ -153,7 +142,7 @@ def test_capped_scores_are_refused(batch):
             call(gemma)
     assert gemma.config._attn_implementation == "eager"
     gemma.config.attn_logit_softcapping = None  # the attention modules still cap
-    with pytest.raises(ValueError, match="fused kernels have no softcap"):
+    with pytest.raises(ValueError, match="fused attention has no softcap"):
         apply_flash_attention(gemma)(**batch)
 
 
@@ -163,7 +152,7 @@ def test_dropout_has_no_kernel_on_a_cpu(batch):
     for module in model.modules():
         if hasattr(module, "attn_dropout"):
             module.attn_dropout.p = 0.1
-    with pytest.raises(ValueError, match="fused kernels have no dropout"):
+    with pytest.raises(ValueError, match="fused attention has no dropout"):
         model(**batch)
     assert model.eval()(**batch).loss > 0
 

@@ -18,6 +18,7 @@ from recipes_lib.attention.sliding_window import banded as sliding_window_banded
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
+from tests.attention.qkv import attention_under, random_qkv, with_gradients
 from tests.conftest import assert_same_gradients, make_batch, run, without_cap
 from tests.small_models import small_model
 
@@ -29,26 +30,7 @@ def reads(seq_len, window, sinks=0):
 
 
 def dense(q, k, v, *, window, sinks=0, scale=None):
-    """The reference: all scores, and a mask [S, S]."""
-    groups = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(groups, dim=1)
-    v = v.repeat_interleave(groups, dim=1)
-    scores = q @ k.transpose(2, 3) * (scale or q.shape[3] ** -0.5)
-    allowed = reads(q.shape[2], window, sinks)
-    return scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v
-
-
-def random_qkv(batch, heads, kv_heads, seq_len, dim, dtype=torch.float32):
-    """As a model hands them over: [B, S, H, E] seen as [B, H, S, E]."""
-    shapes = [(batch, seq_len, count, dim) for count in (heads, kv_heads, kv_heads)]
-    return [torch.randn(shape, dtype=dtype).transpose(1, 2).requires_grad_() for shape in shapes]
-
-
-def with_gradients(attend, qkv):
-    out = attend(*qkv)
-    torch.manual_seed(1)
-    upstream = torch.randn(out.shape).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, qkv, upstream)]
+    return attention_under(reads(q.shape[2], window, sinks), q, k, v, scale=scale)
 
 
 def assert_near(got, expected, tolerance):
@@ -289,7 +271,7 @@ def test_batches_that_it_cannot_take_are_refused(llama, batch):
     with pytest.raises(ValueError, match="give one text per row, padded on the right"):
         model(**left, use_cache=False)
     square = {"input_ids": batch["input_ids"], "attention_mask": torch.zeros(4, 1, 23, 23)}
-    with pytest.raises(ValueError, match="no a mask"):
+    with pytest.raises(ValueError, match="takes no mask"):
         model(**square, use_cache=False)
     with pytest.raises(ValueError, match="no output_attentions"):
         model(**batch, output_attentions=True)
@@ -335,8 +317,6 @@ def test_equal_to_the_dense_mask_on_gpu(kernel, sinks):
     exact_qkv = [x.double().requires_grad_() for x in qkv]
     exact = with_gradients(partial(dense, window=200, sinks=sinks), exact_qkv)
     qkv = [x.cuda().requires_grad_() for x in qkv]
-    out = sliding_window_attention(*qkv, window=200, sinks=sinks, kernel=kernel)
-    torch.manual_seed(1)
-    upstream = torch.randn(out.shape).bfloat16().cuda()
-    for value, reference in zip([out, *torch.autograd.grad(out, qkv, upstream)], exact):
+    got = with_gradients(sliding_window_attention, qkv, window=200, sinks=sinks, kernel=kernel)
+    for value, reference in zip(got, exact):
         assert (value.cpu().double() - reference).norm() <= 1e-2 * reference.norm()

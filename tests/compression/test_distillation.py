@@ -21,7 +21,7 @@ from recipes_lib.core.model.output_layer import OutputLayer
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from recipes_lib.precision.int8 import apply_int8
-from tests.conftest import assert_same_gradients, make_batch, run
+from tests.conftest import assert_same_gradients, distance, make_batch, run
 from tests.small_models import small_model
 
 
@@ -61,11 +61,6 @@ def reference(hidden, layer, teacher_hidden, teacher_layer, labels, **options):
 def with_gradients(loss, tensors, factor=0.7):
     """A factor other than 1 shows whether the incoming gradient is used."""
     return [loss.detach(), *torch.autograd.grad(loss * factor, tensors)]
-
-
-def error(got, expected):
-    """Relative, in the Euclidean norm."""
-    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -122,9 +117,9 @@ def test_16_bit_value_and_gradients_are_right(monkeypatch, native):
     plain = with_gradients(plain, trained)
     got = with_gradients(distillation_loss(*tensors, **options, chunk_size=50), trained)
     assert [each.dtype for each in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
-    assert error(got[0], expected[0]) < 1e-3
+    assert distance(got[0], expected[0]) < 1e-3
     for ours, theirs, want in zip(got[1:], plain[1:], expected[1:], strict=True):
-        assert error(ours, want) < 1.5 * error(theirs, want)
+        assert distance(ours, want) < 1.5 * distance(theirs, want)
 
 
 def test_hidden_states_count_by_their_length():

@@ -15,7 +15,7 @@ from recipes_lib.fine_tuning.lora import (
     target_linears,
 )
 from tests.conftest import assert_same_gradients, gradients
-from tests.small_models import small_model
+from tests.small_models import small_model, train_a_little
 
 LLAMA_AND_GPT2 = ["tiny-llama", "tiny-gpt2"]  # GPT-2's weights are transposed
 
@@ -43,13 +43,6 @@ def adapters_by_name(model):
 def a_and_b(layer):
     """A [r, in] and B [out, r] of an adapted layer."""
     return layer.lora_A["default"].weight, layer.lora_B["default"].weight
-
-
-def train_a_little(model):
-    """Give B values of its own, as training does."""
-    for layer in adapters_by_name(model).values():
-        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.05)
-    return model
 
 
 # --- the same as the idea -------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from recipes_lib.fine_tuning.qlora import (
     quantized_layers,
 )
 from tests.conftest import gradients, make_batch
-from tests.small_models import small_model
+from tests.small_models import small_model, train_a_little
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -46,14 +46,6 @@ def dequantized(layer):
     return (state.code[index] * scales.repeat_interleave(state.blocksize)[: len(index)]).view(
         state.shape
     )
-
-
-def train_a_little(model):
-    """Give B values of its own, as training does."""
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model
 
 
 def run(model, batch):

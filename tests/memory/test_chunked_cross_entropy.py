@@ -22,8 +22,8 @@ from recipes_lib.memory.chunked_cross_entropy import (
     plain_chunked_loss,
     plan,
 )
-from tests.conftest import assert_same_gradients, gradients
-from tests.small_models import small_model
+from tests.conftest import assert_same_gradients, distance, gradients
+from tests.small_models import small_model, train_a_little
 
 
 def make_tensors(tokens=(3, 37), width=24, vocab=101, dtype=torch.float32, device="cpu"):
@@ -52,11 +52,6 @@ def reference(
 def with_gradients(loss, tensors, factor=0.7):
     """A factor other than 1 shows whether the incoming gradient is used."""
     return [loss.detach(), *torch.autograd.grad(loss * factor, tensors)]
-
-
-def error(got, expected):
-    """Relative, in the Euclidean norm."""
-    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 class Account(TorchDispatchMode):
@@ -135,15 +130,15 @@ def test_16_bit_value_and_gradients_are_right(monkeypatch, device, dtype, chunk_
     got = with_gradients(loss, [hidden, weight])
     assert loss.dtype == torch.float32
     assert [gradient.dtype for gradient in got[1:]] == [dtype] * 2
-    assert error(got[0], expected[0]) < 1e-4
-    assert error(got[1], expected[1]) < 1.5 * error(plain[1], expected[1])
+    assert distance(got[0], expected[0]) < 1e-4
+    assert distance(got[1], expected[1]) < 1.5 * distance(plain[1], expected[1])
     slope = (got[1].double() * expected[1]).sum() / expected[1].square().sum()
     # A factor that is rounded to 16 bits would show here.
     assert slope.item() == pytest.approx(1, abs=5e-4)
     tolerance = 1.5
     if chunk_size == 128:
         tolerance = 2.5  # eight sums that round
-    assert error(got[2], expected[2]) < tolerance * error(plain[2], expected[2])
+    assert distance(got[2], expected[2]) < tolerance * distance(plain[2], expected[2])
 
 
 def test_sum_of_micro_batches_is_the_whole_batch():
@@ -267,10 +262,7 @@ def test_adapters(llama, batch):
     """Frozen weights, adapters put on before or after."""
     base = llama
     twin = copy.deepcopy(base)
-    model = apply_lora(base)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
+    model = train_a_little(apply_lora(base), std=1.0)
     expected = run(model, batch)[1]
     apply_chunked_cross_entropy(model, chunk_size=5)
     output, got = run(model, batch)

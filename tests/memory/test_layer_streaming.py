@@ -18,6 +18,7 @@ from recipes_lib.memory.layer_streaming import (
     apply_layer_streaming,
     streamed_by_hand,
 )
+from tests.small_models import train_a_little
 
 IDS = torch.arange(24).reshape(2, 12) % 96 + 3
 
@@ -25,10 +26,7 @@ IDS = torch.arange(24).reshape(2, 12) % 96 + 3
 def adapted(shape="tiny-llama", adapt=apply_lora, dtype=torch.float32, **options):
     torch.manual_seed(0)
     model = adapt(model_of_shape(shape, dtype=dtype, device="cpu"), rank=4, **options)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zeros would hide the gradients of A
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
+    return train_a_little(model, std=0.1)  # zeros would hide the gradients of A
 
 
 def gradients(model, ids=IDS):

@@ -29,17 +29,13 @@ from recipes_lib.precision.int8.sensitivity import (
     sensitive_layers,
     sensitivity,
 )
+from tests.conftest import distance
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 for_each_kind = pytest.mark.parametrize("kind", KINDS)
 needs_fbgemm = pytest.mark.skipif(
     not kernels.has_packed_kernel(torch.device("cpu")), reason="no FBGEMM"
 )
-
-
-def distance(got, expected):
-    """In the Euclidean norm, relative to what is expected."""
-    return ((got.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def linear(inputs, outputs, *, bias=False):

@@ -20,13 +20,10 @@ from recipes_lib.precision.sixteen_bit_weights import (
     plain_sixteen_bit_linear,
     sixteen_bit_path,
 )
+from tests.conftest import distance
 from tests.families.configs import quiet, tiny_model
 
 for_both = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def distance(got, expected):
-    return ((got.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def layers(inputs, outputs, dtype, *, bias=True):

@@ -25,6 +25,7 @@ from recipes_lib.training.compiled_blocks import (
     compiled_by_hand,
 )
 from tests.conftest import assert_equal, assert_near, make_batch, run
+from tests.small_models import train_a_little
 
 BATCH, SEQ = 4, 24
 IN_FP32 = 1e-5  # relative, in the Euclidean norm: sums in another order
@@ -49,13 +50,6 @@ def graphs_only(monkeypatch):
     monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
     yield
     compiled_blocks._compile_once.cache_clear()
-
-
-def let_adapters_count(model):
-    """B is zero at first, and the gradient of A with it."""
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
 
 
 def record_compiled(model):
@@ -101,7 +95,7 @@ def test_near_the_plain_model_in_one_graph():
 def test_adapters_in_one_graph(graphs_only):
     """The mistake: the first block's input needs no gradient, and costs a second graph."""
     model = apply_lora(model_of_shape("tiny-llama", layers=3, device="cpu"), rank=4)
-    let_adapters_count(model)
+    train_a_little(model, std=0.1)
     batch = batch_of()
     expected = run(model, batch)
     before = graphs()
@@ -127,7 +121,7 @@ def test_each_block_unpacks_its_own_four_bits(graphs_only):
         for number, parameter in enumerate(decoder_blocks(model).parameters(), 1):
             parameter.mul_(1 + number / 10)
     model = apply_qlora(model, rank=4, compute_dtype=torch.float32)
-    let_adapters_count(model)
+    train_a_little(model, std=0.1)
     batch = batch_of()
     expected = run(model, batch)
     # Sums of unpacked weights differ by more; scales of another block by a tenth and more.

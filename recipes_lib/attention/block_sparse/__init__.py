@@ -43,7 +43,11 @@ import torch
 from torch import Tensor
 
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
-from recipes_lib.attention._heads import selects_keys
+from recipes_lib.attention._left_out import (
+    refuse_other_scores,
+    refuse_what_is_left_out,
+    under_autocast,
+)
 from recipes_lib.attention.block_sparse.cpu import BlocksOnCPU
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import require_causal_lm
@@ -114,11 +118,7 @@ def apply_block_sparse(model: Any, *, block_size: int, **pattern: int | None) ->
 
     require_causal_lm(model)
     checked = _checked_pattern(block_size=block_size, **pattern)
-    if selects_keys(model):
-        raise ValueError("an indexer selects the keys of each query: a pattern would leave it out")
-    cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
-    if cap:
-        raise ValueError(f"no kernel for capped scores (attn_logit_softcapping={cap})")
+    refuse_other_scores(model)
     # In the name, so that a deep copy keeps its pattern and another model may have another.
     fields = sorted(checked._asdict().items())
     name = "block_sparse_" + "_".join(f"{field}_{value}" for field, value in fields)
@@ -146,13 +146,8 @@ def block_sparse_attention(
         scale: of the scores, by default 1 / sqrt(E).
     """
     checked = _checked_pattern(seq_len=q.shape[2], **pattern)
-    device = q.device.type
-    if torch.is_autocast_enabled(device):  # as PyTorch's own attention does
-        dtype = torch.get_autocast_dtype(device)
-        q = q.to(dtype)
-        k = k.to(dtype)
-        v = v.to(dtype)
-    if device == "cuda":
+    q, k, v = under_autocast(q, k, v)
+    if q.is_cuda:
         return _flex(q, k, v, documents, scale, checked)
     reads = block_pattern(seq_len=q.shape[2], **pattern)
     return BlocksOnCPU.apply(q, k, v, documents, scale, checked.block_size, reads)
@@ -228,11 +223,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer -> [B, S, H, E], and no attention weights."""
     documents = attention_mask
-    for change in ("softcap", "position_bias", "s_aux", "indices"):
-        if options.get(change) is not None:
-            raise ValueError(f"block-sparse attention has no kernel for {change}: keep 'eager'")
-    if dropout:
-        raise ValueError("block-sparse attention has no kernel for attention dropout: set it to 0")
+    refuse_what_is_left_out("block-sparse attention", options, "position_bias", dropout=dropout)
     if documents is not None and documents.ndim != 2:
         raise ValueError("block-sparse attention: give an attention mask of [B, S], not of [S, S]")
     positions = options.get("position_ids")

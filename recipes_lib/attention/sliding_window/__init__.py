@@ -42,7 +42,11 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
-from recipes_lib.attention._heads import selects_keys
+from recipes_lib.attention._left_out import (
+    refuse_other_scores,
+    refuse_what_is_left_out,
+    under_autocast,
+)
 from recipes_lib.attention.sliding_window.banded import band, banded_attention, block_length
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
@@ -112,7 +116,8 @@ def apply_sliding_window(
     from transformers import AttentionInterface, AttentionMaskInterface
 
     require_causal_lm(model)
-    _refuse_other_scores(model)
+    _refuse_other_masks(model)
+    refuse_other_scores(model)
     attentions = _attentions(model)
     known = {layer for layer, _ in attentions}
     chosen = known if layers is None else set(layers)
@@ -155,13 +160,7 @@ def sliding_window_attention(
     """
     kernels = ["auto", "banded", "flex"] if q.is_cuda else ["auto", "banded"]
     check_choice(kernels, kernel=kernel)
-    # Rotary embeddings leave q and k in fp32, beside a v in 16 bits.
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q = q.to(dtype)
-        k = k.to(dtype)
-        v = v.to(dtype)
-
+    q, k, v = under_autocast(q, k, v)
     if kernel == "auto":
         kernel = "flex" if _flex_is_fast(q.device) else "banded"
     # A window over the whole text is plain causal attention: there the banded kernel makes one
@@ -216,18 +215,13 @@ def _attentions(model: Any) -> list[tuple[int, nn.Module]]:
     return found
 
 
-def _refuse_other_scores(model: Any) -> None:
-    """Raise ValueError for what a few tokens of a new model do not show."""
+def _refuse_other_masks(model: Any) -> None:
+    """Raise ValueError for a mask that a few tokens do not show, such as one of chunks."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     for layer, _ in _attentions(model):
         if kinds and kinds[layer] not in KINDS:
             raise ValueError(f"layer {layer} is {kinds[layer]}, which has a mask of its own")
-    if selects_keys(model):
-        raise ValueError("an indexer selects the keys of each query: a window would leave it out")
-    cap = getattr(config, "attn_logit_softcapping", None)
-    if cap is not None:
-        raise ValueError(f"attn_logit_softcapping={cap}: SDPA caps no scores")
 
 
 def _own_window(model: Any, layer: int) -> int | None:
@@ -257,7 +251,9 @@ def _attention(
             "this model has the attention of a sliding window and no window: call "
             "apply_sliding_window(model, window=...), or model.set_attn_implementation('sdpa')"
         )
-    _refuse_what_sdpa_ignores(attention_mask, dropout, options)
+    if attention_mask is not None:
+        raise ValueError("sliding window attention takes no mask [S, S]: give one of [B, S]")
+    refuse_what_is_left_out("sliding window attention", options, "position_bias", dropout=dropout)
     queries = query.shape[2]
     keys = key.shape[2]
     window = module.reach.window or keys
@@ -270,19 +266,6 @@ def _attention(
             query, key, value, reads, scale=scaling, enable_gqa=True
         )
     return out.transpose(1, 2).contiguous(), None
-
-
-def _refuse_what_sdpa_ignores(mask: Tensor | None, dropout: float, options: dict[str, Any]) -> None:
-    asked = {"a mask [S, S]": mask}
-    if dropout:
-        asked["dropout"] = dropout
-    for name in ("output_attentions", "softcap", "s_aux", "position_bias", "indices"):
-        asked[name] = options.get(name)
-    for name, value in asked.items():
-        if value is not None and value is not False:
-            raise ValueError(
-                f"sliding window attention takes no {name}: set it to 0 or None in the model"
-            )
 
 
 def _no_mask(
