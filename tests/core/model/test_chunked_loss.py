@@ -5,29 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes_lib.core.measure import dry_run
 from recipes_lib.core.model import chunked_loss
 from recipes_lib.core.model.chunked_loss import (
     check_labels,
-    divisor_of_mean,
     dtype_of_products,
-    rows_with_a_target,
 )
 
 # --- which tokens count ---------------------------------------------------------------------------
-
-
-def test_rows_and_divisor():
-    labels = torch.tensor([[5, -100, 7], [-100, 0, -100]])
-    assert rows_with_a_target(labels, -100).tolist() == [0, 2, 4]
-    assert rows_with_a_target(labels, 0).tolist() == [0, 1, 2, 3, 5]
-    assert divisor_of_mean(3, None) == 3
-    assert divisor_of_mean(3, torch.tensor([8])) == 8  # as the Trainer gives it
-    assert divisor_of_mean(0, 8) == 8, "a micro-batch without a target adds nothing"
-    with pytest.raises(ValueError, match="a mean over 0 targets"):
-        divisor_of_mean(0, None)
-    with dry_run():
-        assert rows_with_a_target(torch.zeros(2, 3), -100).shape == (6,)
 
 
 def test_labels_outside_of_the_vocabulary():

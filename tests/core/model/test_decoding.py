@@ -10,32 +10,6 @@ from recipes_lib.core.model.decoding import (
     token_row,
 )
 
-
-def cache_of(capacity=6, batch=1):
-    return KeyValueCache(layers=2, kv_heads=3, head_dim=4, capacity=capacity, batch=batch)
-
-
-def test_positions_and_mask_without_padding():
-    cache = cache_of()
-    assert cache.positions(3).tolist() == [0, 1, 2]
-    assert cache.mask(3) is None, "the first call is plain causal attention"
-    cache.advance(2)
-    assert cache.mask(1) is None, "one token looks at everything"
-    assert cache.positions(2).tolist() == [2, 3]
-    assert cache.mask(2)[0, 0].int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-
-
-def test_positions_and_mask_with_padding_on_the_left():
-    cache = cache_of(batch=2)
-    cache.starts = torch.tensor([0, 2])
-    assert cache.positions(3).tolist() == [[0, 1, 2], [0, 0, 0]]
-    # A padding token sees itself, so that no softmax is over nothing.
-    assert cache.mask(3)[1, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
-    cache.advance(3)
-    assert cache.positions(1).tolist() == [[3], [1]]
-    assert cache.mask(1)[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
-
-
 # --- token ids ------------------------------------------------------------------------------------
 
 

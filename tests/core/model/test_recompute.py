@@ -26,13 +26,6 @@ def test_caches_are_dropped_wherever_they_stand(filled):
     assert kwargs["use_cache"] is True  # what the caller holds is as it was
 
 
-def test_a_filled_cache_is_refused(filled):
-    """The number of the block counts: the cache may be empty for another one."""
-    without_caches([DynamicCache(), filled], {}, index=0)
-    with pytest.raises(ValueError, match="filled KV cache"):
-        without_caches([DynamicCache(), filled], {}, index=1)
-
-
 def test_states_of_a_recurrence_count_as_tokens():
     """They have no length, and asking for one ended in an error inside of transformers."""
     config = LlamaConfig(num_hidden_layers=2)
