@@ -21,8 +21,13 @@ from recipes_lib.parallel.context_parallel import (
     shard_sequence,
     sum_gradients,
 )
-from recipes_lib.parallel.context_parallel.kernels import attend, attend_backward
-from recipes_lib.parallel.context_parallel.ring import _merge_into, ring_attention, tokens_of
+from recipes_lib.parallel.context_parallel.ring import (
+    _merge_into,
+    attend,
+    attend_backward,
+    ring_attention,
+    tokens_of,
+)
 from recipes_lib.parallel.context_parallel.ulysses import ulysses_attention
 from tests.conftest import assert_near
 from tests.core.refusal import refusal

@@ -33,7 +33,6 @@ Source     Liu et al., "Ring Attention with Blockwise Transformers" (arXiv 2310.
 
 Shapes: B batch, H heads, KV key and value heads, S tokens of a row, N ranks, E head dimension.
 
-kernels  attention with its log-sum-exp, and the backward that takes it
 ring  keys and values go round, forward and backward
 ulysses  all-to-all between tokens and heads
 """

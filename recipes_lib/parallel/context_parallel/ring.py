@@ -8,7 +8,8 @@ In the zig-zag each rank has an early and a late piece of the sequence, so no to
     from a lower rank     all queries meet the early half of the keys; its late half is the future
     from a higher rank    the late half of the queries meets all keys; the early half sees nothing
 
-Shapes: B batch, H heads, KV key and value heads, S tokens of this rank, E head dimension, N ranks.
+Shapes: B batch, H heads, KV key and value heads, S tokens of this rank, E head dimension, N ranks;
+Q queries and K keys of a block.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torch import Tensor, distributed
 
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from recipes_lib.core.ranks.collectives import exchange
-from recipes_lib.parallel.context_parallel.kernels import attend, attend_backward
 
 
 def tokens_of(rank: int, ranks: int, seq: int, *, zig_zag: bool) -> Tensor:
@@ -145,3 +145,57 @@ def _merge_into(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> N
     out.mul_((sums - both).exp().unsqueeze(-1))
     out.add_((more_sums - both).exp().unsqueeze(-1) * more)
     sums.copy_(both)
+
+
+# --- attention with its log-sum-exp, by PyTorch's own kernels -------------------------------------
+
+# `scaled_dot_product_attention` keeps the log-sum-exp for itself. The operators below it return it,
+# and their backward takes that of *all* keys. So each block of a ring gets its exact gradients.
+# There is one for CPUs, and one for GPUs from Ampere on, in 16 bits.
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """out [B, H, Q, E], log-sum-exp [B, H, Q] in fp32 or more, and what the backward wants beside.
+
+    q [B, H, Q, E], k and v [B, KV, K, E]; heads of keys are shared, not repeated.
+    """
+    operators = torch.ops.aten
+    if q.device.type != "cuda":
+        out, sums = operators._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
+        return out, sums, ()
+    out, sums, cum_q, cum_k, _, _, seed, offset, _ = operators._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, scale=scale
+    )
+    return out, sums, (cum_q, cum_k, seed, offset)
+
+
+def attend_backward(
+    gradient: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    sums: Tensor,
+    rest: tuple[Any, ...],
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. `out` and `sums` are those over all keys, not over these alone.
+
+    `rest` is what any `attend` of this device has returned: without dropout it says nothing about
+    the block.
+    """
+    q, k, v = qkv
+    operators = torch.ops.aten
+    if q.device.type != "cuda":
+        return operators._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, sums.contiguous(), 0.0, causal, scale=scale
+        )
+    cum_q, cum_k, *random = rest
+    lengths = (cum_q, cum_k, q.shape[2], k.shape[2])
+    return operators._scaled_dot_product_flash_attention_backward(
+        gradient, q, k, v, out, sums.contiguous(), *lengths, 0.0, causal, *random, scale=scale
+    )

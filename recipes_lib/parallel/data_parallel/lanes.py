@@ -6,9 +6,10 @@
     lanes.hidden_share                      # of the communication, beside backward
 
 The compute lane is cut where a block begins: its forward when hidden states come in, its backward
-when the gradient of its output arrives. The last gradient of the model ends it, and what follows is
-waiting. The communication lane has an interval for each bucket, from when it is full to when its
-average is there. On a GPU the moments are events in the stream of the work.
+when the gradient of its output arrives. The communication lane has an interval for each bucket, from
+when it is full to when its average is there. The last bucket is full with the last gradient, which
+ends the computing: what follows is waiting. On a GPU the moments are events in the stream of the
+work.
 """
 
 from __future__ import annotations
@@ -77,7 +78,6 @@ class LaneRecorder:
         self._model = weakref.proxy(model)  # the wrapper holds the hook, and the hook this
         self._device = next(model.parameters()).device
         self._moments: list[tuple[str, Moment]] | None = None  # None while nothing is recorded
-        self._last_gradient: Moment = None
         self._buckets: list[tuple[str, Moment, int]] = []
         self._arrived: dict[str, Moment] = {}
         model.register_comm_hook(self, _average)
@@ -93,7 +93,8 @@ class LaneRecorder:
         handles = list(self._hooks())
         try:
             step()
-            self._moments.append((WAITING, self._last_gradient))
+            _, last_gradient, _ = self._buckets[-1]
+            self._moments.append((WAITING, last_gradient))
             return self._lanes(self._now())
         finally:
             self._moments = None
@@ -109,9 +110,6 @@ class LaneRecorder:
             yield block.register_forward_pre_hook(self._stamp(f"forward block {number}"))
             yield block.register_forward_hook(self._stamp_backward(f"backward block {number}"))
         yield blocks[-1].register_forward_hook(self._stamp(HEAD))
-        for parameter in self._model.module.parameters():
-            if parameter.requires_grad:
-                yield parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
 
     def _stamp(self, name: str) -> Callable[..., None]:
         def here(*_: Any) -> None:
@@ -125,9 +123,6 @@ class LaneRecorder:
             hidden.register_hook(self._stamp(name))
 
         return after_forward
-
-    def _gradient_arrived(self, parameter: torch.Tensor) -> None:
-        self._last_gradient = self._now()
 
     def _now(self) -> Moment:
         if self._device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The cache of keys and values, and the greedy loop over any decoder."""
+"""Token ids, and the greedy loop over any decoder."""
 
 import pytest
 import torch
