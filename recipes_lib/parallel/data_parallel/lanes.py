@@ -6,10 +6,10 @@
     lanes.hidden_share                      # of the communication, beside backward
 
 The compute lane is cut where a block begins: its forward when hidden states come in, its backward
-when the gradient of its output arrives. The communication lane has an interval for each bucket, from
-when it is full to when its average is there. The last bucket is full with the last gradient, which
-ends the computing: what follows is waiting. On a GPU the moments are events in the stream of the
-work.
+when the gradient of its output arrives. The communication lane has an interval for each bucket,
+from when it is full to when its average is there. The last bucket is full with the last gradient,
+which ends the computing: what follows is waiting. On a GPU the moments are events in the stream of
+the work.
 """
 
 from __future__ import annotations
