@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from recipes_lib.core.data.template import Template, written_behind
+from recipes_lib.core.data.template import render, written, written_behind
 from recipes_lib.core.data.turns import Turn, is_learnt
 
 IGNORED = -100  # the label that the loss leaves out
@@ -56,12 +56,11 @@ def tokenize_chat(
     """
     messages = [{"content": None} | turn for turn in messages]
     places = _places_to_learn(messages)
-    template = Template(tokenizer, messages, tools)
+    turns, answers = written(tokenizer, messages, tools, places=places)
     rows: list[Row] = []
     marks: dict[int, str] = {}  # what ends each row
     done = ""  # the text that the last row holds
-    for place in places:
-        question, text = template.answer(place)
+    for place, (question, text) in zip(places, answers, strict=True):
         if not rows or not question.startswith(done):
             rows.append({"input_ids": [], "labels": []})
             done = ""
@@ -75,7 +74,7 @@ def tokenize_chat(
         if not mark:
             _end(tokenizer, row)
     if places[-1] + 1 < len(messages):  # turns behind what is learnt
-        whole = template.whole()
+        whole = render(tokenizer, turns, tools).rstrip("\n")
         if whole.startswith(done):
             more = _ids(tokenizer, whole[len(done) :])
             rows[-1]["input_ids"] += more

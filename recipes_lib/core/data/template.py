@@ -1,7 +1,7 @@
 """What a chat template makes of a conversation, compared with what the conversation holds.
 
-    template = Template(tokenizer, messages, tools)
-    question, text = template.answer(3)     # up to turn 3, as generation sees it, and with it
+    turns, answers = written(tokenizer, messages, tools, places=[1, 3])
+    question, text = answers[1]             # up to turn 3, as generation sees it, and with it
 
 A template is a program of a stranger. Some leave parts out: the thinking of an answer, the calls of
 tools, the system prompt. So nothing is believed: of each turn every piece has to stand in the text,
@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from recipes_lib.core.data.turns import Turn, is_learnt, shown
+from recipes_lib.core.data.turns import Turn, shown
 
 THINKING = re.compile(r"</?think(?:ing)?>|\[/?THINK\]")  # what stands around it, in a content
 LAST_MARK = re.compile(r"(<think(?:ing)?>|\[THINK\])\s*$")  # opens it, at the end of a question
@@ -59,74 +59,66 @@ For each call, write a JSON object within <tool_call></tool_call>:
 # --- the text -------------------------------------------------------------------------------------
 
 
-class Template:
-    """The template of `tokenizer` over one conversation.
+Answer = tuple[str, str]  # the text up to what is learnt of a turn, and the text with it
+
+
+def written(
+    tokenizer: Any, messages: Sequence[Turn], tools: Any = None, *, places: Sequence[int]
+) -> tuple[list[Turn], list[Answer]]:
+    """The turns as the template of `tokenizer` reads them, and the answer at each of `places`.
+
+    Some templates write the arguments of a call from an object, others from its JSON text; some
+    know thinking as a field, others as a part of the content. The first form counts of which
+    nothing is left out.
 
     Raises ValueError for a conversation that it refuses, and for a piece of content or a tool that
     it leaves out.
     """
+    if not getattr(tokenizer, "chat_template", None):
+        check_plain(messages, tools)
+    forms = FORMS if any(map(_has_forms, messages)) else FORMS[:1]
+    reasons = []
+    for form in forms:
+        turns = [form(turn) for turn in messages]
+        try:
+            return turns, _answers(tokenizer, messages, turns, tools, places)
+        except ValueError as error:
+            reasons.append(error)
+    # What is left out says more than what Python said of a form that is not this template's.
+    raise next((each for each in reasons if "leaves out" in str(each)), reasons[0])
 
-    def __init__(
-        self, tokenizer: Any, messages: Sequence[Turn], tools: list[dict[str, Any]] | None = None
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.tools = tools
-        self.given = list(messages)
-        if not getattr(tokenizer, "chat_template", None):
-            check_plain(self.given, tools)
-        self.written = self._written()
-        if tools:
-            self._check_tools()
 
-    def answer(self, place: int) -> tuple[str, str]:
-        """The text up to what is learnt of turn `place`, and the text with it."""
-        question, text = _borders(self.written, place, self._render)
-        _check_pieces(self.given, place, question, text)
-        return question, text
+def _answers(
+    tokenizer: Any, given: Sequence[Turn], turns: list[Turn], tools: Any, places: Sequence[int]
+) -> list[Answer]:
+    """The answers of one form, of which each piece that is `given` was found in the text."""
+    found = []
+    for place, turn in enumerate(given):
+        is_learnt = place in places
+        if not is_learnt and not _has_forms(turn):
+            continue
+        question, text = _borders(tokenizer, turns, tools, place)
+        if is_learnt:
+            _check_before(given[:place], question)
+            found.append((question, text))
+        _check_turn(turn, text[len(question) :], place, thinking=is_learnt)
+    if tools:
+        _check_tools(tokenizer, turns, tools)
+    return found
 
-    def whole(self) -> str:
-        """The text of all turns."""
-        return self._render(self.written).rstrip("\n")
 
-    def _render(self, messages: Sequence[Turn], *, asks: bool = False) -> str:
-        return render(self.tokenizer, messages, self.tools, asks=asks)
-
-    def _written(self) -> list[Turn]:
-        """The turns as this template reads them.
-
-        Some write the arguments of a call from an object, others from its JSON text; some know
-        thinking as a field, others as a part of the content.
-        """
-        wanted = [place for place, turn in enumerate(self.given) if _has_forms(turn)]
-        if not wanted:
-            return self.given
-        reasons = []
-        for form in FORMS:
-            messages = [form(turn) for turn in self.given]
-            try:
-                for place in wanted:
-                    learnt = is_learnt(self.given[place])
-                    question, text = _borders(messages, place, self._render)
-                    _check_turn(self.given[place], text[len(question) :], place, thinking=learnt)
-            except ValueError as error:
-                reasons.append(error)
-                continue
-            return messages
-        # What is left out says more than what Python said of a form that is not this template's.
-        raise next((each for each in reasons if "leaves out" in str(each)), reasons[0])
-
-    def _check_tools(self) -> None:
-        """Each tool is named once more where the template is given the tools."""
-        first = self.written[: _first_question(self.written)]
-        without = render(self.tokenizer, first, None, asks=True)
-        text = self._render(first, asks=True)
-        for tool in self.tools or []:
-            name = tool["function"]["name"]
-            if text.count(name) <= without.count(name):
-                raise ValueError(
-                    f"the chat template leaves out the tool {name!r}: take one that knows tools "
-                    f"(finetune: --chat-template chatml), or describe them in a turn of `system`"
-                )
+def _check_tools(tokenizer: Any, turns: list[Turn], tools: list[dict[str, Any]]) -> None:
+    """Each tool is named once more where the template is given the tools."""
+    first_answer = [turn["role"] for turn in turns].index("assistant")
+    without = render(tokenizer, turns[:first_answer], None, asks=True)
+    text = render(tokenizer, turns[:first_answer], tools, asks=True)
+    for tool in tools:
+        name = tool["function"]["name"]
+        if text.count(name) <= without.count(name):
+            raise ValueError(
+                f"the chat template leaves out the tool {name!r}: take one that knows tools "
+                f"(finetune: --chat-template chatml), or describe them in a turn of `system`"
+            )
 
 
 def render(
@@ -174,12 +166,12 @@ def _plain(tokenizer: Any, messages: Sequence[Turn]) -> str:
 # --- the border between what is asked and what is learnt ------------------------------------------
 
 
-def _borders(messages: Sequence[Turn], place: int, render: Any) -> tuple[str, str]:
-    turn = messages[place]
+def _borders(tokenizer: Any, turns: Sequence[Turn], tools: Any, place: int) -> Answer:
+    turn = turns[place]
     # The template's line break after the end mark is not learnt: generation stops at the mark.
-    text = render(messages[: place + 1]).rstrip("\n")
+    text = render(tokenizer, turns[: place + 1], tools).rstrip("\n")
     if turn["role"] == "assistant":
-        asked = render(messages[:place], asks=True)
+        asked = render(tokenizer, turns[:place], tools, asks=True)
         if text.startswith(asked):
             return asked, text
         carried = _with_its_thinking(turn, asked, text)
@@ -187,7 +179,7 @@ def _borders(messages: Sequence[Turn], place: int, render: Any) -> tuple[str, st
             return asked, carried
     else:
         asked = text  # nothing asks for it: its content is what is learnt
-    before = render(messages[:place]).rstrip("\n") if place else ""
+    before = render(tokenizer, turns[:place], tools).rstrip("\n") if place else ""
     if not text.startswith(before):
         raise ValueError(
             "the chat template rewrites the question once it is answered: "
@@ -308,14 +300,13 @@ def written_behind(turn: Turn, text: str) -> str:
     return text.rpartition(pieces[-1])[2].strip()
 
 
-def _check_pieces(messages: Sequence[Turn], place: int, question: str, text: str) -> None:
-    """Raise ValueError for a piece of a turn that is lost, up to turn `place`."""
+def _check_before(turns: Sequence[Turn], question: str) -> None:
+    """Raise ValueError for a piece of the turns before an answer that is lost."""
     begins = 0
-    for number, turn in enumerate(messages[:place]):
+    for number, turn in enumerate(turns):
         # Templates drop the thinking of earlier answers, which are learnt in rows of their own.
         pieces = pieces_of(turn, thinking=turn["role"] != "assistant")
         begins = _check_order(question, pieces, number, begins)
-    _check_turn(messages[place], text[len(question) :], place, thinking=True)
 
 
 def _check_order(text: str, pieces: Sequence[str], number: int, begins: int = 0) -> int:
@@ -359,9 +350,3 @@ def _leaves(value: Any) -> list[Any]:
 def _stands_in(leaf: Any, text: str) -> bool:
     forms = [str(leaf), json.dumps(leaf), json.dumps(leaf, ensure_ascii=False)]
     return any(form in text or form[1:-1] in text for form in forms if form.strip('"'))
-
-
-def _first_question(messages: Sequence[Turn]) -> int:
-    """How many turns stand before the first answer."""
-    roles = [turn["role"] for turn in messages]
-    return roles.index("assistant")
