@@ -24,7 +24,7 @@ Source     Answer.AI, "You can now train a 70b language model at home" and its b
 The order of recipes: QLoRA, checkpoints, this, the optimizer.
 
 dry_run  the memory of one rank for a model of any size, without a GPU
-ends  a frozen embedding and output layer, gathered a few rows at a time
+cut_vocabulary  a frozen embedding and output layer, gathered a few rows at a time
 layer  a 4-bit linear layer whose codes and scales are parameters
 """
 
@@ -50,7 +50,7 @@ from recipes_lib.parallel._sharding import (
     shard_ends,
     sharding_options,
 )
-from recipes_lib.parallel.quantized_shards.ends import cut_ends, ends_can_be_cut
+from recipes_lib.parallel.quantized_shards.cut_vocabulary import cut_ends, ends_can_be_cut
 from recipes_lib.parallel.quantized_shards.layer import pack_layers
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
