@@ -40,15 +40,24 @@ class CutRows(nn.Module):
         self.parts = mesh.size(mesh.ndim - 1)
         self.vocabulary, width = whole.shape
         self.rows = parts_needed(self.vocabulary, self.parts)
-        own = mesh.get_local_rank(mesh.ndim - 1)
-        mine = whole.detach()[own * self.rows : (own + 1) * self.rows]
-        part = whole.new_zeros(self.rows, width)
-        part[: len(mine)] = mine
+        self.place = mesh.get_local_rank(mesh.ndim - 1)
+        device = whole.device
+        if mesh.device_type == "cuda":
+            device = "cuda"
         if offload:
-            part = part.cpu()
-        elif mesh.device_type == "cuda":
-            part = part.cuda()
+            device = "cpu"
+        if whole.is_meta:  # `take` comes later
+            device = "meta"
+        part = whole.new_empty(self.rows, width, device=device)
         self.weight = nn.Parameter(part, requires_grad=False)
+        self.take(whole)
+
+    @torch.no_grad()
+    def take(self, whole: torch.Tensor) -> None:
+        """Fill this rank's rows from `whole` [V, D]; those behind its end are zeros."""
+        mine = whole[self.place * self.rows : (self.place + 1) * self.rows]
+        self.weight[: len(mine)] = mine
+        self.weight[len(mine) :] = 0
 
     def chunks(self, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
         """(start, rows [N, R, D]) for each R rows of a part: row i there is start + i of a part."""

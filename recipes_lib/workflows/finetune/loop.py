@@ -312,11 +312,11 @@ def checkpoint_of(run: Settings, folder: Path) -> Path:
 
 def facts_in(run: Settings, folder: Path) -> dict[str, Any]:
     """The facts of the run whose checkpoint is in `folder`, and `done`, its number of steps."""
-    file = checkpoint_of(run, folder)
     if run.shard:
-        place = file.parent / file.read_text(encoding="utf-8").strip()
+        place = in_parts.latest_checkpoint(folder / CHECKPOINTS)
         saved = json.loads((place / "run.json").read_text(encoding="utf-8"))
     else:
+        file = folder / CHECKPOINT
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     return saved["facts"]["run"] | {"done": saved["step"]}
 

@@ -107,16 +107,7 @@ def axolotl_config(run: Settings, *, tokenizer: Any = None) -> dict[str, Any]:
     template is that of the base's tokenizer, or that of `tokenizer` where the run has set another.
     Raises ValueError for what Axolotl changes in silence or fails on.
     """
-    if run.warmup_steps == 1:
-        raise ValueError("warmup_steps=1: Axolotl would take 2; give 0, or 2 or more")
-    if run.alpha != int(run.alpha):
-        raise ValueError(f"alpha={run.alpha}: Axolotl takes whole numbers")
-    if run.method == "full" and run.precision == "fp16":
-        raise ValueError("full fine-tuning in fp16 fails in Axolotl: use bf16")
-    if run.target_modules == "attention":
-        raise ValueError("target_modules='attention': Axolotl takes names of layers, so give those")
-    if run.add_tokens:
-        raise ValueError("add_tokens: Axolotl trains whole tables, and not the rows of some tokens")
+    _check_axolotl_can(run)
     template = {"chat_template": "tokenizer_default"}
     if tokenizer is not None and not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template, and Axolotl would need one")
@@ -156,6 +147,25 @@ def axolotl_config(run: Settings, *, tokenizer: Any = None) -> dict[str, Any]:
     if run.report_to != "none":
         config[f"use_{run.report_to}"] = True
     return config | _common_arguments(run)
+
+
+def _check_axolotl_can(run: Settings) -> None:
+    """Raise ValueError for settings that Axolotl changes in silence or fails on."""
+    if run.warmup_steps == 1:
+        raise ValueError("warmup_steps=1: Axolotl would take 2; give 0, or 2 or more")
+    if run.alpha != int(run.alpha):
+        raise ValueError(f"alpha={run.alpha}: Axolotl takes whole numbers")
+    if run.method == "full" and run.precision == "fp16":
+        raise ValueError("full fine-tuning in fp16 fails in Axolotl: use bf16")
+    if run.target_modules == "attention":
+        raise ValueError("target_modules='attention': Axolotl takes names of layers, so give those")
+    if run.shard:
+        raise ValueError(
+            "the model is divided, which Axolotl does with an fsdp_config, as in "
+            "launch/axolotl/llama-3-70b-qlora-fsdp.yaml"
+        )
+    if run.add_tokens:
+        raise ValueError("add_tokens: Axolotl trains whole tables, and not the rows of some tokens")
 
 
 def _axolotl_adapter(run: Settings) -> dict[str, Any]:

@@ -102,6 +102,11 @@ class Settings:
                 f"shard=True, optimizer={self.optimizer!r}: states in 8 bits are not divided, so "
                 f"take adamw_torch_fused"
             )
+        if self.shard and self.add_tokens and self.method != "full":
+            raise ValueError(
+                f"shard=True, add_tokens={self.add_tokens!r}: adapters of single rows are not "
+                f"divided, so take method='full'"
+            )
         names = self.target_modules
         # Another string would be taken letter by letter, and no name would train nothing.
         one_text = isinstance(names, str) and names != "attention"

@@ -30,6 +30,7 @@ from recipes_lib.core.ranks.agreement import same_error_on_all_ranks
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.quantized_shards import apply_quantized_shards
+from recipes_lib.parallel.quantized_shards.ends import CutRows
 
 
 def on_first_rank(load: Callable[..., tuple[Any, ...]], *given: Any) -> tuple[Any, ...]:
@@ -62,7 +63,7 @@ def in_shards(
     if checkpointing:
         apply_activation_checkpointing(model)
     if four_bits:
-        apply_quantized_shards(model, offload=offload, cut_vocabulary=False)
+        apply_quantized_shards(model, offload=offload)
     else:
         apply_fully_sharded(model, offload=offload)
     _fill(model, whole, device=torch.device("cpu") if offload else group_device())
@@ -121,13 +122,29 @@ def _fill(model: Any, whole: Any | None, *, device: torch.device) -> None:
     buffers = {} if whole is None else dict(whole.named_buffers(remove_duplicate=False))
     model.to_empty(device=device)
     model.tie_weights()  # new tensors took the places of one
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+    # A frozen vocabulary beside layers in 4 bits: each rank has rows of its own.
+    cut = {}
+    for name, module in model.named_modules():
+        if isinstance(module, CutRows):
+            cut[f"{name}.weight"] = module
+    for name, module in cut.items():
+        size = (module.vocabulary, module.weight.shape[1])
+        module.take(_sent(tensors.pop(name, None), module.weight.new_empty(size)))
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=not cut)
     set_model_state_dict(model, tensors, options=options)
+
     # Buffers that are in no state_dict, as the frequencies of RoPE. They are whole on every rank.
     for name, empty in list(model.named_buffers(remove_duplicate=False)):
-        buffer = torch.empty_like(empty, device=group_device())
-        if rank() == 0:
-            buffer.copy_(buffers[name])
-        distributed.broadcast(buffer, src=0)
         module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, buffer)
+        setattr(model.get_submodule(module), last, _sent(buffers.get(name), empty))
+
+
+def _sent(tensor: torch.Tensor | None, empty: torch.Tensor) -> torch.Tensor:
+    """Rank 0's `tensor` on every rank; the others know its shape from `empty`."""
+    found = torch.empty_like(empty, device=group_device())
+    if tensor is not None:
+        found.copy_(tensor)
+    distributed.broadcast(found, src=0)
+    return found

@@ -239,6 +239,7 @@ def test_axolotl_gets_the_keys_of_its_case_only():
         ({"alpha": 0.5}, "whole numbers"),
         ({"method": "full", "precision": "fp16"}, "use bf16"),
         ({"target_modules": "attention"}, "names of layers"),
+        ({"processes": 3, "shard": True}, "with an fsdp_config"),
     ],
 )
 def test_what_axolotl_cannot_do(changes, message):

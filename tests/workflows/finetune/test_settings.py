@@ -4,6 +4,8 @@ import pytest
 
 from tests.workflows.finetune.shared import RUN, change
 
+PARTS = {"shard": True, "processes": 2}
+
 
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -18,6 +20,9 @@ from tests.workflows.finetune.shared import RUN, change
         ({"target_modules": []}, "give a list"),  # nothing would train
         ({"eps": -1e-8}, "eps=-1e-08"),
         ({"save_steps": 0}, "save_steps=0"),  # it would be taken for none
+        ({"shard": True}, "processes=1: start several with torchrun"),
+        (PARTS | {"optimizer": "adamw_bnb_8bit"}, "8 bits are not divided"),
+        (PARTS | {"method": "lora", "add_tokens": ["<x>"]}, "take method='full'"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):
