@@ -6,9 +6,9 @@ import transformers
 
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.workflows.out_of_memory_doctor import diagnose, dry
+from recipes_lib.workflows.out_of_memory_doctor import _lines_that_apply, diagnose, dry
 from recipes_lib.workflows.out_of_memory_doctor.message import read_message
-from recipes_lib.workflows.out_of_memory_doctor.remedies import RECIPES, in_order_of_advice
+from recipes_lib.workflows.out_of_memory_doctor.remedies import LORA, RECIPES, in_order_of_advice
 from tests.workflows.test_out_of_memory_doctor_message import (
     FORMS,
     GRAPHS_AND_CAP,
@@ -41,6 +41,16 @@ def test_names_the_causes_that_no_recipe_cures():
     assert names(diagnose(error=TORCH_2_6)) == [others, *RECIPES]
 
 
+def test_an_error_alone_ends_with_the_next_question():
+    """The mistakes: several GPUs advised to somebody who has one; a list without a next step."""
+    found = diagnose(error=TORCH_2_0)
+    assert names(found)[-1] == "FSDP"
+    assert "costs: several GPUs, weights over the network" in str(found)
+    assert str(found).endswith("--batch-size ROWS --seq-len TOKENS --dtype bf16 --memory 6.0")
+    assert "--memory" not in str(diagnose(error="Killed"))
+    assert "python -m" not in str(diagnose(error="Bus error"))  # no recipe helps there
+
+
 @pytest.mark.parametrize("form", FORMS, ids=[form.error[:60] for form in FORMS])
 def test_what_a_text_says_and_the_first_advice(form):
     """The mistakes: a number under the name of another; recipes for a GPU where /dev/shm is full,
@@ -54,7 +64,7 @@ def test_what_a_text_says_and_the_first_advice(form):
     first = found.remedies[0]
     assert form.first in f"{first.name} {first.where}"
     listed = [remedy for remedy in found.remedies if remedy.name in RECIPES]
-    assert bool(listed) == (form.place in ("CUDA", "ROCm", "MPS", "host"))
+    assert bool(listed) == (form.place in ("CUDA", "ROCm", "XPU", "MPS", "host"))
     if form.place in ("host", "MPS"):
         assert not any("offload" in remedy.name for remedy in listed)
     if form.place != "CUDA":
@@ -132,6 +142,10 @@ def test_several_gpus_share_rows_and_weights():
     assert "on 4 times L4" in said
     assert "131.4 GiB of files" in said
     assert found.lines[-1].endswith("llama-3-70b-qlora-fsdp.yaml")
+    smaller = model_of_shape("llama-3.1-8b", dtype=torch.bfloat16, device="meta")
+    found = diagnose(model=smaller, batch_size=2, seq_len=1024, memory_bytes=13 * GIB, gpus=2)
+    adapted = next(row for row in found.remedies if row.stack[-2:] == ("FSDP", LORA))
+    assert "--method lora --shard" in _lines_that_apply(found.tried.question, adapted)[-1]
     small = model_of_shape("llama-3.2-1b", dtype=torch.bfloat16, device="meta")
     shared = diagnose(model=small, batch_size=8, seq_len=1024, card="T4", gpus=4)
     assert shared.remedies[0].peak == shared.tried.peak((), 1024)

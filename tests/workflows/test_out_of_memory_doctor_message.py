@@ -1,4 +1,4 @@
-"""Messages as people have reported them, of PyTorch 2 and of what stands around it."""
+"""Messages as people have reported them, of PyTorch 1 and 2 and of what stands around it."""
 
 from typing import NamedTuple
 
@@ -10,6 +10,12 @@ from recipes_lib.workflows.out_of_memory_doctor.message import read_message
 
 MIB, GIB = 2**20, 2**30
 
+TORCH_1 = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.93 GiB (GPU 0; 23.80 GiB total "
+    "capacity; 12.04 GiB already allocated; 2.82 GiB free; 19.69 GiB reserved in total by PyTorch) "
+    "If reserved memory is >> allocated memory try setting max_split_size_mb to avoid "
+    "fragmentation.  See documentation for Memory Management"
+)
 TORCH_2_0 = (
     "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a "
     "total capacty of 6.00 GiB of which 0 bytes is free. Of the allocated memory 2.93 GiB is "
@@ -52,6 +58,15 @@ HIP = (
     "allocated by PyTorch, and 7.10 GiB is reserved by PyTorch but unallocated. If reserved but "
     "unallocated memory is large try setting PYTORCH_HIP_ALLOC_CONF=expandable_segments:True"
 )
+XPU = (
+    "RuntimeError: XPU out of memory. Tried to allocate 1.71 GiB (GPU 0; 15.56 GiB total capacity; "
+    "176.00 MiB already allocated; 176.00 MiB reserved in total by PyTorch)"
+)
+XPU_BLOCK = (
+    "RuntimeError: Current platform can NOT allocate memory block with size larger than 4GB! Tried "
+    "to allocate 6.85 GiB (GPU  0; 15.56 GiB total capacity; 0 bytes already allocated; 0 bytes "
+    "reserved in total by PyTorch)"
+)
 BUS = (
     "RuntimeError: DataLoader worker (pid 46794) is killed by signal: Bus error. It is possible "
     "that dataloader's workers are out of shared memory. Please try to raise your shared memory "
@@ -59,6 +74,10 @@ BUS = (
 )
 NO_SHM_FILE = (
     "RuntimeError: unable to write to file </torch_18692_1954506624>: No space left on device (28)"
+)
+PAGING = (
+    "OSError: [WinError 1455] The paging file is too small for this operation to complete. Error "
+    'loading "D:\\torch\\lib\\shm.dll" or one of its dependencies.'
 )
 DISPATCHED = (
     "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU "
@@ -78,6 +97,16 @@ BITSANDBYTES = r"Error out of memory at line 88 in file D:\a\bitsandbytes\csrc\o
 WORKER = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed."
 ELASTIC = "exitcode  : -9 (pid: 4711)\n  traceback : Signal 9 (SIGKILL) received by PID 4711"
 JUPYTER = "The kernel appears to have died. It will restart automatically."
+PORTABLE = (
+    "torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory) "
+    "Currently allocated     : 6.93 GiB Requested               : 32.00 MiB"
+)
+OFFLOADED = (
+    "ValueError: The current `device_map` had weights offloaded to the disk. Please provide an "
+    "`offload_folder` for them."
+)
+ONE_DNN = "RuntimeError: could not create a primitive: out of memory"
+OOM_KILLER = "Out of memory: Kill process 4711 (python) score 900 or sacrifice child"
 NO_NUMBERS = "RuntimeError: CUDA error: out of memory"
 
 
@@ -93,6 +122,13 @@ class Form(NamedTuple):
 ROOM = "set_per_process_memory_fraction"
 RECIPE = "micro-batches"  # the first of all recipes: there is no better advice
 FORMS = [
+    # Of torch 1: what is reserved but unallocated is not said, it is a difference.
+    Form(
+        TORCH_1,
+        "CUDA",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        {"asked": 2.93, "limit": 23.8, "allocated": 12.04, "free": 2.82, "unallocated": 7.65},
+    ),
     # 0.77 GiB are not accounted for: our own CUDA context, not another process.
     Form(
         TORCH_2_0,
@@ -110,10 +146,15 @@ FORMS = [
     ),
     Form(HIP, "ROCm", "PYTORCH_HIP_ALLOC_CONF", {"asked": 6.64, "limit": 19.92, "free": 6.22}),
     Form(MPS, "MPS", RECIPE, {"asked": 1, "limit": 18.13, "allocated": 17.5}),
+    Form("RuntimeError: Invalid buffer size: 19.45 GB", "MPS", "smaller", {"asked": 19.45}),
+    Form(XPU, "XPU", RECIPE, {"asked": 1.71, "limit": 15.56, "unallocated": 0}),
+    Form(XPU_BLOCK, "XPU", "no tensor above 4 GiB", {"asked": 6.85, "limit": 15.56}),
     Form(CPU, "host", RECIPE, {"asked": 116813856768 / GIB}),
     Form(NUMPY, "host", "read in parts", {"asked": 201}),
     Form("MemoryError", "host", RECIPE, {"asked": None}),
     Form(BUS, "shared memory", "--shm-size", {}),
+    Form(NO_SHM_FILE, "shared memory", "--shm-size", {}),
+    Form(PAGING, "paging file", "larger paging file", {}),
     Form(DISPATCHED, "loading", "device_map", {}),
     Form(TILE, "one block of a GPU", "smaller blocks", {"asked": 131072 / GIB}),
     Form(CUBLAS, "CUDA", ROOM, {"asked": None}),
@@ -122,6 +163,13 @@ FORMS = [
     Form(NO_NUMBERS, "CUDA", "nvidia-smi", {"asked": None}),
     Form("HIP error: out of memory", "ROCm", "rocm-smi", {}),
     Form("CUDA out of memory", "CUDA", RECIPE, {"asked": None}),
+    Form(PORTABLE, "CUDA", RECIPE, {}),  # "MemoryError" is a part of its name
+    Form(ONE_DNN, "host", RECIPE, {}),
+    Form(OFFLOADED, "loading", "device_map", {}),
+    Form("Bus error (core dumped)", "shared memory", "--shm-size", {}),
+    Form(OOM_KILLER, "host", "dmesg", {}),
+    Form("make: *** [train] Error 137", "host", "dmesg", {}),
+    Form("nbclient.exceptions.DeadKernelError: Kernel died", "host", "dmesg", {}),
     Form(KERNEL_LOG, "host", "dmesg", {"resident": 23.1}),
     Form("Killed", "host", "dmesg", {}),
     Form("command terminated with exit code 137", "host", "dmesg", {}),
@@ -146,6 +194,7 @@ def test_reads_the_emulated_error():
         "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)",
         "KeyError: 3",
         "exit code 1",
+        "RuntimeError: DataLoader worker (pid 29) is killed by signal: Segmentation fault.",
         "OSError: [Errno 28] No space left on device",
     ],
 )

@@ -7,7 +7,7 @@ Idea       Read who asked, of which memory, and for how much. Then add up the by
 
                asked <= free + reserved but unallocated     fragmentation: a setting, no recipe
                limit - free - this process is large         another process: stop it
-               /dev/shm, a kernel, a library                what that memory needs, no recipe
+               /dev/shm, a paging file, a library           what that memory needs, no recipe
                else   equation(model, recipes).peak         until it fits
 
            The list is there at once. `Diagnosis.check()` then takes the step itself, on tensors
@@ -140,7 +140,7 @@ def diagnose(
     remedies = _remedies_without_recipe(message) if message else []
     helpful = _recipes_of(message.place if message else GPUS[0])
     if model is None or not helpful:
-        return Diagnosis(findings, remedies + helpful)
+        return Diagnosis(findings, remedies + helpful, _next_question(message) if helpful else [])
 
     model = without_adapters(model)
     require_causal_lm(model)
@@ -185,6 +185,8 @@ ADVICE = """
 Triton | smaller blocks of one kernel, no memory is missing | speed | its block sizes, num_stages
 shared memory | more of /dev/shm | | docker run --shm-size=16g, or --ipc=host
 shared memory | fewer workers | slower reading | DataLoader(num_workers=2)
+paging file | a larger paging file | space on the disk | Windows: Performance, Virtual memory
+paging file | fewer workers | slower reading | DataLoader(num_workers=0)
 loading | all on one device | an error if it does not fit | from_pretrained(device_map={"": 0})
 loading | four bits in place of eight | a rounded base | BitsAndBytesConfig(load_in_4bit=True)
 Linux, kernel of a notebook | look what was ended | | dmesg -T, the lines with "Killed process"
@@ -193,11 +195,14 @@ bitsandbytes, NCCL, cuBLAS or cuDNN, rocBLAS or MIOpen | room beside PyTorch's c
 torch.cuda.set_per_process_memory_fraction(0.9)
 cuBLAS or cuDNN | look for a wrong token id, which ends so, too | slow | CUDA_LAUNCH_BLOCKING=1
 driver | look who holds the memory | | {tool}
+one buffer of Metal | a smaller largest tensor | | fewer or shorter rows, loss in chunks
+one block of XPU | no tensor above 4 GiB | | fewer or shorter rows, loss in chunks
 """
-TOOLS = {"CUDA": "nvidia-smi", "ROCm": "rocm-smi"}
+TOOLS = {"CUDA": "nvidia-smi", "ROCm": "rocm-smi", "XPU": "xpu-smi"}
 IN_ONE_PIECE = {
     "CUDA": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     "ROCm": "PYTORCH_HIP_ALLOC_CONF=expandable_segments:True",
+    "XPU": "torch.xpu.empty_cache()",
 }
 
 
@@ -381,9 +386,24 @@ READY = {
     (LORA,): FINETUNE + "  --method lora",
     ("QLoRA",): FINETUNE + "  --method qlora",
     ("FSDP",): "{start} launch/train.py --strategy fsdp",
-    ("FSDP", LORA): "accelerate launch --config_file launch/accelerate/fsdp2.yaml",
+    ("FSDP", LORA): FINETUNE + "  --method lora --shard",
     ("FSDP", "QLoRA"): "axolotl train launch/axolotl/llama-3-70b-qlora-fsdp.yaml",
 }
+
+
+# Without a model nobody knows which of the recipes is enough.
+NEXT = """Which of them is enough, and with how many bytes, says:
+
+  python -m recipes_lib doctor --model YOUR_MODEL \\
+    --batch-size ROWS --seq-len TOKENS --dtype bf16"""
+
+
+def _next_question(message: Message) -> list[str]:
+    """The command that goes on where only an error was given."""
+    lines = NEXT.splitlines()
+    if message.place in GPUS and message.limit:
+        lines[-1] += f" --memory {message.limit / GIB:.1f}"
+    return lines
 
 
 def _lines_that_apply(question: Question, first: Remedy) -> list[str]:

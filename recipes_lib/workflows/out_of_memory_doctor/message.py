@@ -3,7 +3,7 @@
 Part of out_of_memory_doctor. A source is a library or a system that writes such texts, and SOURCES
 has a line for each of its forms. The first line that matches the text is the source.
 
-    place        whose memory is full: of a GPU (CUDA, ROCm), of a Mac (MPS), of the host …
+    place        whose memory is full: of a GPU (CUDA, ROCm, XPU), of a Mac (MPS), of the host …
     …            anything, or nothing: what follows it may be missing
     {asked}      a size, and its name in the `Message`
     [A-Z.*]      otherwise a line is a regular expression, and "(" is a bracket
@@ -14,35 +14,46 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-GPUS = ("CUDA", "ROCm")
+GPUS = ("CUDA", "ROCm", "XPU")
 
 # source | place | the text. A place in {place} is read from the text.
 SOURCES = """
 Triton | one block of a GPU | out of resource: shared memory, Required: {asked}, Hardware limit: \
 {limit}
-shared memory | shared memory | signal: Bus error|bus error encountered in worker|/dev/shm|out of \
-shared memory|</torch_\\w+>: (No space|Cannot allocate)|shared memory segment
+shared memory | shared memory | [Bb]us error|/dev/shm|out of shared memory|shared memory segment|\
+</torch_\\w+>: (No space|Cannot allocate)
+one block of XPU | XPU | block with size larger than 4GB … Tried to allocate {asked} … {limit} total
+PyTorch 1 | {place} | {place} out of memory\\. Tried to allocate {asked} \\(GPU {device}; {limit} \
+total capacity … {allocated} already allocated … {free} free … {unallocated} cached … {reserved} \
+reserved
 PyTorch | {place} | {place} out of memory … Tried to allocate {asked} … GPU {device} has … total \
 capaci?ty of {limit} … of which {free} is free … this process has {ours} … {allowed} allowed; … \
 {allocated} is allocated by … {unallocated} is reserved by PyTorch but unallocated
 PyTorch | MPS | MPS backend out of memory … MPS allocated: {allocated} … max allowed: {limit} … \
 Tried to allocate {asked}
+one buffer of Metal | MPS | Invalid buffer size: {asked}
+one buffer of Metal | MPS | total bytes of NDArray
 an emulated limit | CUDA | emulated out of memory: {allocated} of tensors … the limit is {limit}
 DefaultCPUAllocator | host | DefaultCPUAllocator: … tried to allocate {asked}
 NumPy | host | Unable to allocate (?:{asked} for )?(?:an )?array
-accelerate | loading | Some modules are dispatched on the CPU or the disk
+Windows | paging file | WinError 1455|os error 1455|paging file is too small
+accelerate | loading | Some modules are dispatched on the CPU or the disk|offloaded to the \
+(cpu|disk)|offload the whole model to the disk
 bitsandbytes | CUDA | Error out of memory at line \\d+ in file
 NCCL | CUDA | NCCL.*(out of memory|[Ff]ailed to CUDA \\w*alloc)|nccl\\w*Error.*out of memory
 cuBLAS or cuDNN | CUDA | (CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(\\w*ALLOC_FAILED|NOT_INITIALIZED)
 rocBLAS or MIOpen | ROCm | rocblas_status_memory_error|HIPBLAS_STATUS_ALLOC_FAILED|miopenStatusAlloc
 driver | CUDA | CUDA (driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAlloc
 driver | ROCm | HIP error: out of memory|hipErrorOutOfMemory
-kernel of a notebook | host | kernel .{0,40}(appears to have|has) died|[Kk]ernel crashed while|\
-Canceled future for execute_request|session crashed|tried to allocate more memory than is available
+driver | XPU | ERROR_OUT_OF_(DEVICE_MEMORY|RESOURCES)
+kernel of a notebook | host | [Kk]ernel .{0,40}(appears to have |has )?died|[Kk]ernel crashed \
+while|Canceled future for execute_request|session crashed|tried to allocate more memory than is available
 Linux | host | anon-rss:{resident}
-Linux | host | (?i:\\bkilled\\b|oom.?kill|exit ?(code|status):? 137\\b|exited with code 137\\b|\
+Linux | host | (?i:\\bkilled\\b(?! by signal: [^k])|oom.?kill|kill process \\d|error 137\\b|\
+exit ?(code|status):? 137\\b|exited with code 137\\b|\
 exitcode\\s*: -9\\b|SIGKILL|signal:? 9\\b|return code -9\\b)
-host | host | MemoryError|std::bad_alloc|Cannot allocate memory|os error 12\\b
+host | host | (?<!OutOf)MemoryError|std::bad_alloc|Cannot allocate memory|os error 12\\b|\
+OUT_OF_HOST_|could not create a (memory|primitive)|cudaHostAlloc|pinned memory|[Hh]eap (space|out of memory)
 a GPU | CUDA | out of memory|OutOfMemory
 """
 PLACES = {"HIP": "ROCm"}  # where the text has another name
@@ -106,7 +117,7 @@ def _expression(form: str) -> str:
     """The regular expression of a line: "a … {asked}" becomes "a(?:.*?(?P<asked>size))?"."""
     first, *others = form.split(" … ")
     whole = first + "".join(f"(?:.*?{part})?" for part in others)
-    whole = whole.replace("{place}", "(?P<place>CUDA|HIP)").replace(
+    whole = whole.replace("{place}", "(?P<place>CUDA|HIP|XPU)").replace(
         "{device}", r"\s*(?P<device>\d+)"
     )
     return re.sub(r"\{([a-z]+)\}", r"(?P<\1>SIZE)", whole).replace("SIZE", SIZE)
@@ -117,6 +128,8 @@ def _message(allocator: str, place: str, found: dict[str, str | None]) -> Messag
     for name, words in found.items():
         if words is not None and name not in ("place", "device"):
             said[name] = _bytes(words)
+    if "reserved" in said:  # of torch 1: allocated and unallocated together
+        said["unallocated"] = said.pop("reserved") - said.get("allocated", 0)
     ours = said.pop("ours", said.get("allocated", 0) + said.get("unallocated", 0))
     if {"limit", "free", "allocated", "unallocated"} <= said.keys():
         others = said["limit"] - said["free"] - ours

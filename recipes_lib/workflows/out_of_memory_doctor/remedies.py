@@ -78,7 +78,6 @@ TABLE = """
 micro-batches of 1 | smaller products | training.gradient_accumulation | accumulate_gradients
 loss in chunks | little | memory.chunked_cross_entropy | apply_chunked_cross_entropy
 checkpointing | one more forward | memory.activation_checkpointing | apply_activation_checkpointing
-FSDP | weights over the network | parallel.fully_sharded | apply_fully_sharded
 16-bit AdamW | rounded states | precision.sixteen_bit_adam | sixteen_bit_adamw
 8-bit AdamW | rounded states | precision.eight_bit_adam | eight_bit_adamw
 step in backward | no clipping | memory.optimizer_in_backward | apply_optimizer_in_backward
@@ -88,6 +87,7 @@ QLoRA | a rounded base, time | fine_tuning.qlora | apply_qlora
 tiled MLP | little | memory.tiled_mlp | apply_tiled_mlp
 head groups | smaller products | attention.head_groups | apply_head_groups
 activation offload | traffic to the host | memory.activation_offload | offload_activations
+FSDP | several GPUs, weights over the network | parallel.fully_sharded | apply_fully_sharded
 """
 RECIPES = {}
 for _line in TABLE.strip().splitlines():
