@@ -47,13 +47,15 @@ driver | CUDA | CUDA (driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cud
 driver | ROCm | HIP error: out of memory|hipErrorOutOfMemory
 driver | XPU | ERROR_OUT_OF_(DEVICE_MEMORY|RESOURCES)
 kernel of a notebook | host | [Kk]ernel .{0,40}(appears to have |has )?died|[Kk]ernel crashed \
-while|Canceled future for execute_request|session crashed|tried to allocate more memory than is available
+while|Canceled future for execute_request|session crashed|tried to allocate more memory than is \
+available
 Linux | host | anon-rss:{resident}
 Linux | host | (?i:\\bkilled\\b(?! by signal: [^k])|oom.?kill|kill process \\d|error 137\\b|\
 exit ?(code|status):? 137\\b|exited with code 137\\b|\
 exitcode\\s*: -9\\b|SIGKILL|signal:? 9\\b|return code -9\\b)
 host | host | (?<!OutOf)MemoryError|std::bad_alloc|Cannot allocate memory|os error 12\\b|\
-OUT_OF_HOST_|could not create a (memory|primitive)|cudaHostAlloc|pinned memory|[Hh]eap (space|out of memory)
+OUT_OF_HOST_|could not create a (memory|primitive)|cudaHostAlloc|pinned memory|[Hh]eap space|\
+[Hh]eap out of memory
 a GPU | CUDA | out of memory|OutOfMemory
 """
 PLACES = {"HIP": "ROCm"}  # where the text has another name
