@@ -75,6 +75,11 @@ def _card(name: str, capability: tuple[int, int], gib: float, rate: float) -> Ca
 # of"): T4 Zheng-Chong/CatVTON#133, L4 ArcInstitute/evo2#190, RTX 4090 3DTopia/Phidias-Diffusion#8,
 # A100-80GB lianqi1008/Control-GIC#6, H100 vllm-project/vllm#27508. An A100-40GB says 39.50 in
 # TianheWu/CoSeR#10. For the others no such message was found.
+# The rates, with sums in fp32: T4, V100 and H100 (both SXM; an H200 computes alike), A100 in the
+# data sheets that src/lightning/fabric/utilities/throughput.py of Lightning-AI/pytorch-lightning
+# links; L4 is half of the 242 with zeros. RTX 3090, 4080, 4090 and A6000 stand in NVIDIA's
+# whitepapers of GA102 and Ada, which tables of several programs repeat. An A10G is no A10, which
+# has 125: mag-/gpu_benchmark has measured 69.7.
 CARDS = {
     card.name: card
     for card in (
