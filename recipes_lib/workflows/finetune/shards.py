@@ -81,6 +81,9 @@ def gathered(model: Any, modules: Any, *, frozen: bool) -> Any:
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=not frozen
     )
     tensors = get_model_state_dict(model, options=options)  # none on the other ranks
+    if not frozen:  # a tied name of a frozen tensor would come along
+        trained = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
+        tensors = {name: tensor for name, tensor in tensors.items() if name in trained}
     modules.load_state_dict(tensors, strict=False, assign=True)
     modules.tie_weights()
     return modules
