@@ -30,7 +30,7 @@ from recipes_lib.core.ranks.agreement import same_error_on_all_ranks
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.quantized_shards import apply_quantized_shards
-from recipes_lib.parallel.quantized_shards.ends import CutRows
+from recipes_lib.parallel.quantized_shards.cut_vocabulary import CutRows
 
 
 def on_first_rank(load: Callable[..., tuple[Any, ...]], *given: Any) -> tuple[Any, ...]:
