@@ -80,7 +80,8 @@ def main(settings: Settings) -> None:
     def inputs_away() -> AbstractContextManager:
         if not settings.inputs:
             return nullcontext()
-        return offload_activations(model, to=settings.inputs)
+        # One on its way in each direction: those of long texts are large.
+        return offload_activations(model, to=settings.inputs, in_flight=1)
 
     @torch.no_grad()
     def held_out_loss() -> float:

@@ -22,6 +22,7 @@ from recipes_lib.report.style import INK, KIND_COLORS, MARK, Unit
 
 HEADROOM = 1.22  # above the highest peak there is room for its number
 WORDS = 8.5
+OUTLINED = 4_000  # points
 SMALL = 2**20 / 20  # bytes: what is less would be printed as 0.0 MiB
 
 
@@ -31,6 +32,7 @@ def timeline_chart(
     title: str,
     predicted: Mapping[str, Timeline] | None = None,
     both_towers: bool = False,
+    source: str | None = None,
 ) -> Chart:
     """Draw the live bytes of one step per panel, on one scale.
 
@@ -43,6 +45,7 @@ def timeline_chart(
         title: the message.
         predicted: timelines by the same names: a dashed line over those that were measured.
         both_towers: mark the end of backward like the peak.
+        source: where the numbers are from; by default this machine and today.
     """
     predicted = predicted or {}
     unit = Unit(max(each.peak for each in timelines.values()))
@@ -54,6 +57,7 @@ def timeline_chart(
         height=2.3 * len(timelines) + 0.6,
         key={kind: KIND_COLORS[kind] for kind in KINDS},
         marks=marks,
+        source=source,
         nrows=len(timelines),
         squeeze=False,
         sharey=True,  # with scales of their own, all peaks would look alike
@@ -106,7 +110,8 @@ def _draw_step(axes: Any, each: Timeline, unit: Unit, marked: Iterable[Point]) -
         layers.append([unit.of(point.bytes[kind]) for point in each.points])
     axes.stackplot(places, layers, colors=[KIND_COLORS[kind] for kind in KINDS], linewidth=0)
     totals = [unit.of(point.total) for point in each.points]
-    axes.plot(places, totals, color=INK, linewidth=0.6)
+    if len(totals) < OUTLINED:  # more teeth than that, and their outline covers the layers
+        axes.plot(places, totals, color=INK, linewidth=0.6)
     for point in marked:
         place = (places[each.points.index(point)], unit.of(point.total))
         axes.plot(*place, "o", color=MARK, markersize=4, zorder=5, path_effects=WHITE_EDGE)

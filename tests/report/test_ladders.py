@@ -180,7 +180,8 @@ def test_texts_of_other_lengths_are_refused(speeds):
 def test_lengths_are_compared_with_the_crossing(tmp_path):
     """The mistake: the prediction is compared with the last length that was tried."""
     lengths = LengthLadder("lengths", loss_at=64, timed_at=512, against="flash", folder=tmp_path)
-    lengths.add("baseline", tokens=3000, crossing=3100.0, peak_bytes=1, predicted=3100, loss=2.5)
+    same = {"loss": 2.5, "gradient_error": 0.0}
+    lengths.add("baseline", tokens=3000, crossing=3100.0, peak_bytes=1, predicted=3100, **same)
     lengths.add("flash", tokens=9000, crossing=9000.0, peak_bytes=1, predicted=9900)
     lengths.set_times({"baseline": [2.0, 1.5], "flash": [1.0, 1.2]})
     assert lengths["baseline"].prediction_error == 0
@@ -190,8 +191,8 @@ def test_lengths_are_compared_with_the_crossing(tmp_path):
     header, baseline, _ = lengths.table()
     shown = dict(zip(header, baseline, strict=True))
     assert shown["time at 512, ×"] == "1.50 (1.25–2.00)"
-    assert shown["loss at 64"] == "2.5000"
-    assert lengths.chart().message == "The longest sequence that fits: 9,000 tokens"
+    assert (shown["longest"], shown["gradients off by"]) == ("3,000", "0e+00")
+    assert lengths.chart().message == "The longest text that fits: 9,000 tokens"
 
 
 # --- devices --------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 Qwen3.5, Qwen3-Next, LFM2, Mamba and their kin carry a state from token to token. transformers has
 each recurrence twice: as a kernel of another package, and as a loop in plain PyTorch and fp32,
 which it takes where the package is missing. The loop is right and slow: 1.22 s a step where the
-kernels take 0.49 s (transformers#48718). transformers says so once, in the first forward, and not
-where its messages are off.
+kernels of flash-linear-attention take 0.70 s (transformers#48718). transformers says so once, in
+the first forward, and not where its messages are off.
 
 A state also carries a text past any mask, so packed documents read each other, unless the kernel
 gets their borders by itself. `probe.documents` sees such a leak.

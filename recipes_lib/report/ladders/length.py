@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import LogLocator
+
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.report.figure import new_figure, set_up
 from recipes_lib.report.ladder import Column, Ladder, Row
-from recipes_lib.report.style import FACTOR, INK, RECIPE, WHOLE
+from recipes_lib.report.style import FACTOR, INK, RECIPE, WHOLE, measured_here
 
 
 class LengthLadder(Ladder):
     """How long a sequence each step allows within one limit of bytes.
 
     `tokens` is the longest that fits, `crossing` where the bytes reach the limit, with which the
-    prediction is compared. The loss is that of a text of `loss_at` tokens, which every row can do.
-    Times are those of `timed_at` tokens, beside the row `against`.
+    prediction is compared. Loss and gradients are those of a text of `loss_at` tokens, which every
+    row can do. Times are those of `timed_at` tokens, beside the row `against`.
     """
 
     def __init__(
@@ -30,13 +33,14 @@ class LengthLadder(Ladder):
         self.against = against
         columns = (
             Column("predicted_tokens", "predicted", "tokens", WHOLE),
-            Column("crossing", "found", "tokens", WHOLE),
+            Column("tokens", "longest", "tokens", WHOLE),
             Column("prediction_error", "off by", "", "{:+.1%}".format),
-            Column("times_previous", "× previous", "×", FACTOR),
             Column("times_baseline", "× baseline", "×", "{:.1f}".format),
             Column("ratio", f"time at {timed_at:,}, ×", "×", FACTOR),
-            Column("loss", f"loss at {loss_at:,}", "nats", "{:.4f}".format),
-            Column("tokens", unit="tokens"),
+            Column("gradient_error", "gradients off by", "", "{:.0e}".format),
+            Column("loss", unit="nats"),
+            Column("crossing", unit="tokens"),
+            Column("times_previous", unit="×"),
             Column("peak_bytes", unit="B"),
             Column("seconds", unit="s"),
         )
@@ -51,12 +55,15 @@ class LengthLadder(Ladder):
         peak_bytes: int,
         predicted: int | None,
         loss: float | None = None,
+        gradient_error: float | None = None,
     ) -> Row:
         """Append a row, save the file and return the row. `set_times` brings its times.
 
-        `predicted` is None where no arithmetic holds.
+        `predicted` is None where no arithmetic holds; `gradient_error` is how far the gradients are
+        from those of the first row, as a part of them.
         """
         row = Row(name=name, tokens=tokens, crossing=crossing, peak_bytes=peak_bytes, loss=loss)
+        row.gradient_error = gradient_error
         row.predicted_tokens = predicted
         if predicted is not None:
             row.prediction_error = predicted / round(crossing) - 1
@@ -80,25 +87,32 @@ class LengthLadder(Ladder):
 
         Without a title it says how long the longest is.
         """
+        shortest = self.rows[0].tokens
         longest = max(row.tokens for row in self.rows)
-        title = title or f"The longest sequence that fits: {longest:,} tokens"
-        figure, axes = new_figure(title, height=0.3 * len(self.rows) + 1)
-        set_up(axes, xscale="log", xlabel="longest sequence that fits, tokens", yticks=[])
+        title = title or f"The longest text that fits: {longest:,} tokens"
+        figure, axes = new_figure(title, height=0.42 * len(self.rows) + 1, source=counted_here())
         for number, row in enumerate(self.rows):
             color = RECIPE if number else INK
-            axes.plot([self.rows[0].tokens / 2, row.tokens], [-number, -number], color=color)
-            axes.plot(row.tokens, -number, "o", color=color, markersize=7)
-            words = f" {row.name}: {row.tokens:,}, ×{row.times_baseline:.1f}"
-            axes.annotate(
-                words,
-                (row.tokens, -number),
-                xytext=(6, 0),
-                va="center",
-                color=color,
-                textcoords="offset points",
-            )
-        axes.set_xlim(self.rows[0].tokens / 2, 12 * longest)  # room for the words
+            axes.plot([shortest / 2, row.tokens], [-number, -number], color=color, linewidth=3)
+            axes.plot(row.tokens, -number, "o", color=color, markersize=9)
+            words = f"{row.tokens:,} (×{row.times_baseline:.1f})"
+            place = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(words, (row.tokens, -number), fontsize=12, color=color, **place)
+        set_up(axes, xscale="log", xlabel="tokens; each mark is ten times the one before")
+        axes.set_xlim(shortest / 2, 10 * longest)  # room for the words
+        axes.xaxis.set_major_locator(LogLocator())
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        names = [row.name for row in self.rows]
+        axes.set_yticks([-number for number in range(len(names))], names, fontsize=12)
         return figure
+
+
+def counted_here() -> str:
+    """The source line of lengths that were searched for: in dry steps on a CPU."""
+    source = measured_here()
+    if machine().device == "cpu":
+        return source.replace("measured on", "counted in dry steps on")
+    return source
 
 
 def duration(seconds: float) -> str:
