@@ -9,8 +9,8 @@
 
 Times on a shared machine only ever get longer, so what counts is the fastest turn of a row; its
 range stands beside it. A row is compared with the first one by the fastest turns of both, and the
-range is that of the ratios of single rounds. Where the slowest turn took more than 1.5 times as
-long as the fastest, another program disturbed the machine: the table and the file say so.
+range takes in the ratios of single rounds. Where the slowest turn took more than 1.5 times as long
+as the fastest, another program disturbed the machine: the table and the file say so.
 
 `ladders` has the five ladders of the notebooks: each names its columns, and says
 what a row measures.
@@ -42,6 +42,7 @@ from recipes_lib.report.bars import Bars, bars
 from recipes_lib.report.style import FACTOR, three_digits
 
 WIDTH = 88  # of a printed line, as in the code cells of a notebook
+ROOM = 3 / 4  # of the memory that is free may be taken by models: one too many ends the run
 DISTURBED = 1.5  # the slowest turn over the fastest, from which on a row is marked
 
 Turn = Callable[[], dict[str, float]]
@@ -190,11 +191,8 @@ class Ladder:
         release_memory()  # a model may hang in a reference cycle
 
     def _room(self) -> float:
-        """Bytes for models: half of the memory that is free, or taken by the models that wait.
-
-        Half, to be careful: one model too many ends the run.
-        """
-        return (free_memory_bytes() + sum(self._waiting[name].kept for name in self._ready)) / 2
+        """Bytes for models: a part of the memory that is free, or taken by the models that wait."""
+        return ROOM * (free_memory_bytes() + sum(self._waiting[name].kept for name in self._ready))
 
     # --- times in turns ---
 
@@ -286,31 +284,34 @@ class Ladder:
                 row.set_range(metric, min(each), min(each), max(each))
             disturbed = getattr(row, f"{self.clock}_high") / getattr(row, self.clock)
             row.disturbed = disturbed if disturbed > DISTURBED else None
-            self.compare(row, "ratio", self.first_of(row).name)
-            self.derive(row, self.first_of(row))
+        for row in self.rows:  # a faster turn of the first row changes the ratios of all others
+            first = self.first_of(row)
+            if row.turns and (row.name in names or first.name in names):
+                self.compare(row, "ratio", first.name)
+                self.derive(row, first)
         self.save()
 
     def compare(self, row: Row, metric: str, other: str) -> None:
-        """Set the ratio of a row to another one: of the fastest turns of both.
+        """Set the ratio of a row to another one: of the fastest turns of both, in whatever set.
 
-        Its range is that of the single rounds and of this ratio, which may lie outside of them.
-        Without a round of both it has no range.
+        So it follows from the two times in the table. Its range takes in the single rounds in which
+        both took part. Without such a round it has no range.
         """
+        ratio = self._ratio(getattr(row, self.clock), getattr(self[other], self.clock))
         both = [took for took in self._rounds if {row.name, other} <= took.keys()]
         if not both:
-            ratio = getattr(row, self.clock) / getattr(self[other], self.clock)
-            setattr(row, metric, 1 / ratio if self.as_fast else ratio)
+            setattr(row, metric, ratio)
             return
-        mine = [took[row.name][self.clock] for took in both]
-        theirs = [took[other][self.clock] for took in both]
-        if row.name == other:  # beside its own fastest turn the range shows the noise
-            theirs = [min(mine)] * len(mine)
-        if self.as_fast:
-            mine, theirs = theirs, mine
-        of_fastest = min(mine) / min(theirs)
-        each = [one / another for one, another in zip(mine, theirs, strict=True)]
-        each.append(of_fastest)
-        row.set_range(metric, of_fastest, min(each), max(each))
+        each = [ratio]
+        for took in both:
+            beside = took[other][self.clock]
+            if row.name == other:  # beside its own fastest turn the range shows the noise
+                beside = getattr(row, self.clock)
+            each.append(self._ratio(took[row.name][self.clock], beside))
+        row.set_range(metric, ratio, min(each), max(each))
+
+    def _ratio(self, mine: float, theirs: float) -> float:
+        return theirs / mine if self.as_fast else mine / theirs
 
     # --- the file ---
 

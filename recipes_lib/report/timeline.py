@@ -119,7 +119,7 @@ def _draw_step(axes: Any, each: Timeline, unit: Unit, marked: Iterable[Point]) -
         axes.annotate(
             unit.text(point.total),
             place,
-            (-5 if in_right_half else 5, 4),
+            (-6 if in_right_half else 6, 9),
             textcoords="offset points",
             ha="right" if in_right_half else "left",
             fontsize=WORDS,

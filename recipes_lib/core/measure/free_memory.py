@@ -64,7 +64,28 @@ def free_memory_bytes() -> int:
         free, _ = torch.cuda.mem_get_info()
         # PyTorch keeps what freed tensors had, and gives it to the next ones.
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return free_host_bytes()
+    return free_host_bytes() + freed_and_kept_bytes()
+
+
+def freed_and_kept_bytes() -> int:
+    """Bytes that were freed and that the C library keeps for the next tensors; 0 without glibc."""
+    if sys.platform != "linux":
+        return 0
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _MallocInfo
+    return mallinfo().unused
+
+
+class _MallocInfo(ctypes.Structure):
+    """What mallinfo(3) returns: ten numbers, of which the ninth are bytes that nobody uses."""
+
+    _fields_ = (
+        ("before", ctypes.c_size_t * 8),
+        ("unused", ctypes.c_size_t),
+        ("after", ctypes.c_size_t),
+    )
 
 
 def free_host_bytes() -> int:
