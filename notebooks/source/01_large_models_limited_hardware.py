@@ -96,14 +96,14 @@ print(machine())
 # %%
 full = dict(
     rounds=2,  # of timing
-    last_rounds=3,  # of timing the rows that are compared in the end
+    last_rounds=2,  # of timing the rows that are compared in the end
     compile=True,  # whether blocks are compiled in the rows of the ladder
     learner="smollm2",  # the model of the last experiment
-    steps=6,  # that it learns
+    steps=5,  # that it learns
     learner_rows=4,  # texts per step
     pairs=400,  # texts to learn from
-    held_out=12,  # texts to judge it by
-    few=8,  # texts of the search for a batch that fits
+    held_out=10,  # texts to judge it by
+    few=4,  # texts of the search for a batch that fits
     large="llama-3.1-8b",  # for predictions
 )
 # Continuous integration checks that the code works, not how fast it is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,11 @@ class MemoryLadder(Ladder):
             "loss": losses[0],  # that of the step under the account
             "operations": operations,
         }
+
+    def _take_turns_together(self, names: Sequence[str], rounds: int) -> None:
+        # One turn does not count: its memory comes from the system, which fills it with zeros.
+        self._times_of(names[0])
+        super()._take_turns_together(names, rounds)
 
     def derive(self, row: Row, first: Row) -> None:
         if row is not first:
