@@ -390,7 +390,7 @@ accumulated = build(step=accumulated_step)
 ladder.climb("gradient accumulation", accumulated, group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** A good third: a quarter of activations and logits is left, and all gradients are there beside it.
+# **The answer.** By 35 %, to 2,717 MiB. A quarter of activations and logits is left, but weights and states stay, 1,539 MiB, and all gradients wait, 513.
 #
 # A popular loop divides by the number of micro-batches. A token of a short answer then weighs more than one of a long answer. The hard case are micro-batches of one text each:
 
@@ -464,7 +464,7 @@ print("by hand: equal to rounding; both libraries: equal to the last bit")
 ladder.climb("activation checkpointing", build(checkpointing), group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** Their twentieth: the inputs of thirty blocks, and what the last norm keeps. It costs one more forward. What is left of the tower are the logits.
+# **The answer.** 104 of 1,845 MiB, which are the printed 374 without the 270 of logarithms: the inputs of thirty blocks, and what the last norm keeps. The peak falls by 42 %. What is left of the tower are the logits.
 #
 # **The logits, too.** Those of a few hundred tokens give their part of the loss and of the gradients, and are freed. Forward computes these gradients at once: the loss is one number, so what comes later only multiplies them. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand, beside PyTorch's `F.linear_cross_entropy`. Ours goes into a model of transformers.
 #
@@ -486,7 +486,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No. The first tower falls below the second one, and now that is the peak: no recipe of Part A gets below it. **In your code** take both together, for one alone leaves most of the tower.
+# **The answer.** No, by 185 MiB. The first tower is now 1,826 MiB, and the second one is the peak: no recipe of Part A gets below its 2,269. **In your code** take both together, for one alone leaves most of the tower.
 #
 # ### 3. Activation offloading
 #
@@ -512,7 +512,7 @@ offloaded = build(step=offloaded_step)
 ladder.climb("activation offloading", offloaded, group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** A little. Offloading keeps the activations of the last block, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits.
+# **The answer.** A little: 2,422 MiB in place of 2,454. Offloading keeps the activations of the last block, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits.
 #
 # **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`. Here the system keeps the files in free memory; a real disk is slower.
 #
@@ -556,7 +556,7 @@ in_16_bits = {"group": "in 16 bits, as far as native"}
 ladder.climb("mixed precision", build(step=step_in_16_bits), **in_16_bits)
 
 # %% [markdown]
-# **The answer.** By far less. Norms keep what they read in fp32. Queries, keys and values read one tensor, and autocast makes a 16-bit copy for each of them. The 16-bit copies of weights wait for backward, too. Mixed precision is a recipe for time.
+# **The answer.** By far less: the print says 2,116 → 1,786 MiB, 270 of them logarithms. Norms keep what they read in fp32. Queries, keys and values read one tensor, and autocast makes a 16-bit copy for each of them. The 16-bit copies of weights wait for backward, too. Mixed precision is a recipe for time.
 #
 # **In your code.** bf16 has the range of fp32 and few digits. fp16, the only fast one on a T4, has a small range: small gradients become zero, unless a `GradScaler` multiplies the loss first. `mixed_precision()` chooses for this machine.
 #
@@ -602,7 +602,7 @@ ladder.climb(
 compiling = compile_seconds() - began
 
 # %% [markdown]
-# **The answer.** Yes. What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block. (Inside compiled code the account cannot tell *activations* from *other*: read their sum.)
+# **The answer.** Yes: 3,865 → 3,359 MiB. What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block. (Inside compiled code the account cannot tell *activations* from *other*: read their sum.)
 #
 # **In your code.** `block.compile()` for each block, before checkpointing. The Trainer's switch compiles the whole model as one graph, which takes longer.
 #
@@ -689,7 +689,7 @@ ladder.climb(
 towers("step in backward")
 
 # %% [markdown]
-# **The answer.** The gradients of all blocks are gone. That of the tied embedding stays, because it comes in two parts and a sum: three tables. Now the end of forward is as high. There a loss in chunks computes its gradients already, and the output layer has one.
+# **The answer.** Of its 729 MiB of gradients and copies, 324 stay: the gradient of the tied embedding comes in two parts of 108, and their sum takes 108 more. So this tower is 1,863 MiB, and now the end of forward is higher, 1,882. There a loss in chunks computes its gradients already, and the output layer has one.
 #
 # **In your code.** Accumulation, clipping by the global norm and a loss scale find no gradients, and PyTorch raises no error. Ours refuses them, and adds a learning-rate schedule and a state dict.
 #
@@ -757,7 +757,7 @@ for name, (optimizer_of, step) in fewer_bits.items():
     ladder.climb(name, build(recipe_2, optimizer_of=optimizer_of, step=step), **on_lean)
 
 # %% [markdown]
-# *8-bit AdamW* keeps the states of the embedding in 32 bits, as the authors of the method advise. So does the Trainer's `optim="adamw_8bit"`. The embedding is a fifth of this model and a small part of a large one. The last row differs in two things: the step is in backward, and bitsandbytes' own class has all states in 8 bits. It is the least of full fine-tuning in this notebook.
+# States fall from 1,026 MiB to 513, and to 422 in 8 bits. These are not 257, because *8-bit AdamW* keeps the states of the embedding in 32 bits, as the authors of the method advise. So does the Trainer's `optim="adamw_8bit"`. The embedding is a fifth of this model and a small part of a large one. The last row differs in two things: the step is in backward, and bitsandbytes' own class has all states in 8 bits. Its 1,117 MiB are the least of full fine-tuning in this notebook.
 #
 # Weights in 16 bits halve the ground once more, and every update is then rounded as the averages above: take [`bf16_adamw`](../recipes_lib/precision/pure_bf16.py), which rounds them stochastically.
 #
@@ -802,7 +802,7 @@ print("one adapted layer by hand and by peft: equal")
 ladder.climb("LoRA", build(lora, recipe_2, step=step_in_16_bits), **on_lean)
 
 # %% [markdown]
-# **The answer.** Nothing worth a word: gradients and states of adapters are a few per cent of those of the weights. The peak is the end of forward, and most of it is the weights. (Its loss is higher: one update moves an adapter by far less than a whole model.)
+# **The answer.** Next to nothing: states are 37 MiB in place of 1,026, and gradients are half of that. The peak is the end of forward, 779 MiB, and most of it is the weights, 532 with the adapters. (Its loss is higher: one update moves an adapter by far less than a whole model.)
 #
 # **In your code.** Make a new `LoraConfig` for each model: peft writes the names of the layers that it has found into it, and on a deeper model the same object would adapt the first blocks alone. Gradients of frozen weights are left out, but each of 210 layers gets two small products more, so adapters do not always save time.
 #
@@ -870,7 +870,7 @@ qlora = partial(apply_qlora, rank=16, alpha=32)
 ladder.climb("QLoRA", build(qlora, recipe_2, step=step_in_16_bits), **on_lean)
 
 # %% [markdown]
-# **The answer.** Here the embedding: twice as large as all packed blocks.
+# **The answer.** The embedding. Of 179 MiB of weights, 108 are the embedding in fp32, 52 all packed blocks, and 19 the adapters.
 #
 # **In your code.** `prepare_model_for_kbit_training` turns every 16-bit weight that is not packed into fp32, the embedding and the output layer too. With a large vocabulary that is much: the table of cards prints it. Without `use_reentrant=False` no gradient reaches the first block. And on CPUs with AVX512-BF16 one forward in evaluation mode, in which `from_pretrained` returns a model, makes bitsandbytes repack the weights for a kernel without a backward. So call `model.train()` before the first forward, and `check_gradient_flow` once, which sees both traps. Ours closes them, and rounds a model that is in memory already.
 #
@@ -889,7 +889,7 @@ streamed = build(qlora, apply_chunked_cross_entropy, streaming, step=step_in_16_
 ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"})
 
 # %% [markdown]
-# **The answer.** By nearly all: at the peak, in the loss, hardly any block is needed. (Inputs of these checkpoints count as *other*.)
+# **The answer.** By 51 of 52 MiB: at the peak, in the loss, hardly any block is needed. (Inputs of these checkpoints count as *other*.)
 #
 # **In your code.** DeepSpeed's ZeRO-3 with `offload_param` moves weights that train; for a frozen base in four bits we know of no switch. Each weight crosses the link twice a step: take many tokens per step, so that a block takes longer to compute than the next one to come.
 #
@@ -925,7 +925,7 @@ ladder.take_turns(rounds=sizes.last_rounds)
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights: embedding, packed blocks and adapters are about half of it. Predictions of compiled rows miss by some per cent, because the compiler decides by itself which buffers it uses again.
+# **The answer.** The weights, 125 of 267 MiB: 54 of embedding in 16 bits, 52 of packed blocks, 19 of adapters. Predictions of compiled rows miss by some per cent, because the compiler decides by itself which buffers it uses again.
 #
 # ## Does it still learn?
 #
