@@ -103,7 +103,7 @@ full = dict(
     learner_rows=4,  # texts per step
     pairs=400,  # texts to learn from
     held_out=10,  # texts to judge it by
-    few=4,  # texts of the search for a batch that fits
+    few=8,  # texts of the search for a batch that fits
     large="llama-3.1-8b",  # for predictions
 )
 # Continuous integration checks that the code works, not how fast it is.
@@ -608,7 +608,7 @@ compiling = compile_seconds() - began
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not, for other programs disturb them. So the models were kept, and now take *turns*. A disturbance only makes a turn longer, so **the fastest turn counts**, and × is the fastest turn of a row divided by that of the baseline. In brackets is the range: of the turns, and of the ratios of single rounds. Where brackets overlap, neither row is called faster.
+# Bytes are the same in every run. Times are not, for other programs disturb them. So the models were kept, and now take *turns*. A disturbance only makes a turn longer, so **the fastest turn counts**, and × is the fastest turn of a row divided by that of the baseline. In brackets is the range: of the turns, and of the ratios of single rounds. Where brackets overlap, neither row is called faster. (A later set has further turns of the baseline, so × can still change a little.)
 
 # %%
 from recipes_lib.report.ladder import RATIO, TIME, cell
@@ -925,7 +925,7 @@ ladder.take_turns(rounds=sizes.last_rounds)
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights, 125 of 267 MiB: 54 of embedding in 16 bits, 52 of packed blocks, 19 of adapters. Predictions of compiled rows miss by some per cent, because the compiler decides by itself which buffers it uses again.
+# **The answer.** The weights, 125 of 267 MiB: 54 of embedding in 16 bits, 52 of packed blocks, 19 of adapters. Only predictions of compiled rows are off at all, by half a per cent here: the compiler decides by itself which buffers it uses again.
 #
 # ## Does it still learn?
 #
@@ -988,7 +988,9 @@ for name, ((_, first), (_, last)) in curves.items():
     print(f"{line}   {first:>5.2f} → {last:.2f}   {kept}")
 
 # %% [markdown]
-# The losses are of one run each, with rates that were not tuned: all of them learn, and [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares which learns best.
+# With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it is the fastest, and trains all weights. With 1,117 take *8-bit AdamW in backward*, which takes as long as the baseline. With 779 take *LoRA*. With less take *everything combined*: it is smaller and faster than QLoRA, because its blocks are compiled and nothing but the adapters has 32 bits.
+#
+# Four bits have a price before training, 3.70 → 4.00 and 4.08. These weights come from a file of four bits, so they are rounded twice; a model in 16 bits pays another one. *Everything combined* rounds them from 16 bits, QLoRA from 32. The losses are of one run each, with rates that were not tuned: all of them learn, and [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares which learns best.
 #
 # <!-- numbers:gpu-01 -->
 # <!-- end -->
@@ -1087,7 +1089,7 @@ print(f"{sizes.large}, QLoRA: {peak / GIB:.1f} GiB by the step without data")
 #
 # ### 12. Dynamic batch size
 #
-# Where nobody knows what fits, halve the micro-batches when memory runs out, and double their number: the gradient stays that of the same batch. Below, a limit stands in for a smaller device: 70 % of what the gradient takes at once.
+# Where nobody knows what fits, halve the micro-batches when memory runs out, and double their number: the gradient stays that of the same batch. Below, a limit stands in for a smaller device: 80 % of what the gradient takes at once.
 
 # %%
 from recipes_lib.core.predict import predict
@@ -1110,7 +1112,7 @@ def peak_in_parts(count):
     return predict(lambda: (adapted()[0], None, step)).peak
 
 
-limit = int(0.7 * peak_in_parts(1))
+limit = int(0.8 * peak_in_parts(1))
 expected = predicted_micro_batches(
     peak_in_parts, limit_bytes=limit, batch_size=sizes.few
 )
@@ -1154,7 +1156,7 @@ ladder
 #
 # ## Out-of-memory doctor
 #
-# Given a model, a device and the text of an error, what should be tried first? Each line is a stack of recipes with its predicted peak; *about* says that arithmetic was enough to decide, and the line that is advised is checked by the step itself. (Is much *reserved but unallocated*? Then memory is in pieces, and `PYTORCH_ALLOC_CONF=expandable_segments:True` joins them.)
+# Given a model, a device and the text of an error, what should be tried first? Each line is a stack of recipes with its predicted peak by arithmetic. (Is much *reserved but unallocated*? Then memory is in pieces, and `PYTORCH_ALLOC_CONF=expandable_segments:True` joins them.)
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1253,7 +1255,8 @@ print(f"exercise 2: from {of_weights / of_tokens:,.0f} tokens on")
 assert dry_peak == baseline.predicted_bytes, "the ladder predicts as we did"
 in_compiled_code = {fast_row, "mixed precision, compiled", "everything combined"}
 for row in ladder.rows:
-    allowed = 0.06 if compiles and row.name in in_compiled_code else 0.005
+    # The compiler decides late which buffers it uses again.
+    allowed = 0.02 if compiles and row.name in in_compiled_code else 0.005
     assert abs(row.prediction_error) < allowed, f"{row.name} as predicted"
 assert naive_error > 0.01, "the popular accumulation trains something else"
 if not fast():  # in models as small as those of FAST mode, what is left out counts
