@@ -990,7 +990,7 @@ for name, ((_, first), (_, last)) in curves.items():
 # %% [markdown]
 # With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it is the fastest, and trains all weights. With 1,117 take *8-bit AdamW in backward*, which takes as long as the baseline. With 779 take *LoRA*. With less take *everything combined*: it is smaller and faster than QLoRA, because its blocks are compiled and nothing but the adapters has 32 bits.
 #
-# Four bits have a price before training, 3.70 → 4.00 and 4.08. These weights come from a file of four bits, so they are rounded twice; a model in 16 bits pays another one. *Everything combined* rounds them from 16 bits, QLoRA from 32. The losses are of one run each, with rates that were not tuned: all of them learn, and [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares which learns best.
+# Four bits have a price before training, 3.70 → 4.00 and 4.08. These weights come from a file of four bits, so they are rounded twice; a model in 16 bits pays another one. *Everything combined* rounds them from 16 bits, QLoRA from 32. (Compare the two by these losses, not by those of the ladder: there one update is smaller than the last digit of 16 bits, and a compiled block rounds it at another place.) The losses are of one run each, with rates that were not tuned: all of them learn, and [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares which learns best.
 #
 # <!-- numbers:gpu-01 -->
 # <!-- end -->
