@@ -29,10 +29,10 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes_lib.core.measure.live_bytes import LiveBytes
+from recipes_lib.core.measure.live_bytes import Listener, LiveBytes
 
 
-class AllocatorPeak:
+class AllocatorPeak(Listener):
     """Context manager: `peak` and `current` in bytes of live tensors on a CPU, known after it.
 
     What was alive `before` counts as well. Run the step once outside: compiling allocates, too.
@@ -59,9 +59,6 @@ class AllocatorPeak:
         """A storage from before was released."""
         if self._inside:
             self._changes.append(_Change(time.time_ns(), change))
-
-    def operator_ended(self) -> None:
-        """Nothing to do: no operator is watched."""
 
     # --- measuring ---
 

@@ -21,7 +21,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 
-class Listener(Protocol):
+class Listener:
     """Who wants to know of each change. Every storage has a number of its own."""
 
     def changed(self, number: int, change: int) -> None:
@@ -64,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
         # Fake tensors say that they are on a device; their storages are on none.
         self._device_type = device_type if self._fake_mode is None else "meta"
         self._limit = limit_bytes
-        self._listener = listener
+        self._listener = Listener() if listener is None else listener
         self._storages: dict[int, _Storage] = {}
         self._numbers = 0
         self._resizing: Any = None  # the patch, while inside
@@ -109,8 +109,7 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
         self.peak = max(self.peak, self.current)
-        if self._listener is not None:
-            self._listener.operator_ended()
+        self._listener.operator_ended()
         if self._limit is not None and self.current > self._limit:
             raise torch.OutOfMemoryError(
                 f"emulated out of memory: {self.current:,} bytes of tensors are alive, "
@@ -177,5 +176,4 @@ class LiveBytes(TorchDispatchMode):
     def _change(self, storage: _Storage, change: int) -> None:
         storage.size += change
         self.current += change
-        if self._listener is not None:
-            self._listener.changed(storage.number, change)
+        self._listener.changed(storage.number, change)

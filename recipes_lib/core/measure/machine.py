@@ -211,26 +211,23 @@ def choose_sizes(
                 f"{tier} and cpu do not both have {', '.join(differing)}: "
                 f"name the same sizes for every tier"
             )
-    tier = "fast" if _fast() else machine().tier
-    if tier != "fast":
-        _require_large_gpu(machine())
+    tier = _tier_of_sizes()
     return Sizes(tier=tier, **choices[tier])
 
 
-def _require_large_gpu(here: Machine) -> None:
-    # Who names a tier wants to try it all the same.
+def _tier_of_sizes() -> str:
+    if fast():
+        return "fast"
+    here = machine()
     too_small = here.device == "cuda" and here.memory_bytes < SMALLEST_GPU
+    # Who names a tier wants to try it all the same.
     if too_small and not os.environ.get("RECIPES_TIER"):
         raise ValueError(
             f"{here.name} has {here.memory_bytes / GIB:.1f} GiB, and the sizes for GPUs need "
             f"{SMALLEST_GPU / GIB:.0f}: set RECIPES_TIER=cpu before Python starts for the sizes "
             f"that run on a CPU, or RECIPES_TIER=gpu16 to try those of a T4 all the same"
         )
-
-
-def _fast() -> bool:
-    """`fast`, for a function in which this name means something else."""
-    return fast()
+    return here.tier
 
 
 def _size(value: Any) -> str:

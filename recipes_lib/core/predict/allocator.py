@@ -24,6 +24,8 @@ import bisect
 import itertools
 from dataclasses import dataclass
 
+from recipes_lib.core.measure.live_bytes import Listener
+
 MIB = 2**20
 ROUNDED = 512
 SMALL = MIB  # the largest size that comes from a segment of small blocks
@@ -50,7 +52,7 @@ class Block:
         return self.size, self.number
 
 
-class Allocator:
+class Allocator(Listener):
     """Follows every storage, as a listener of `LiveBytes`."""
 
     def __init__(self, *, limit_bytes: int | None = None, segments_grow: bool = False) -> None:
@@ -96,9 +98,6 @@ class Allocator:
             self._give_back(self._of.pop(number))
         if change > 0:
             self._of[number] = self._take(change)
-
-    def operator_ended(self) -> None:
-        """Nothing follows from it here."""
 
     # --- blocks ---
 
