@@ -4,8 +4,9 @@ record              flat records: one file of results per machine and day
 render              writes them into README, cheatsheet, notebooks and docs, by templates/*.j2
 doctor, traps, pictures
                     ... the arithmetic of an 8B model, the worst traps, the README's picture
-published_peaks, family_predictions
-                    docs/predictions.md: peaks of others, and of small models of all families
+published_peaks, family_predictions, recipe_predictions
+                    docs/predictions.md: peaks of others, of small models of all families, and of
+                    all recipes on twelve of them
 on_your_card        docs/on-your-card.md: what the notebooks need on each kind of GPU
 long_card           docs/long-card.md: 262,144 tokens on 24 GB
 

@@ -20,11 +20,11 @@ tensor that ends as `.grad` was a gradient from the start.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from recipes_lib.core.measure.live_bytes import LiveBytes
+from recipes_lib.core.measure.live_bytes import Listener, LiveBytes
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model.sizes import plain_tensors, quantization_tensors, state_tensors
 
@@ -54,8 +54,7 @@ class Point:
         return sum(self.bytes.values())
 
 
-def _total(point: Point) -> int:
-    return point.total
+TOTAL = attrgetter("total")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Timeline:
     @property
     def highest(self) -> Point:
         """The first of the highest points."""
-        return max(self.points, key=_total)
+        return max(self.points, key=TOTAL)
 
     def at_peak(self) -> dict[str, int]:
         """What the peak consists of, by kind."""
@@ -86,7 +85,7 @@ class Timeline:
         until_end = [point for point in self.points if point.operator < end]
         first = [point for point in until_end if point.operator <= begin + near]
         last = [point for point in until_end if point.operator >= until_end[-1].operator - near]
-        return max(first, key=_total), max(last, key=_total)
+        return max(first, key=TOTAL), max(last, key=TOTAL)
 
     def without(self, others: int) -> Timeline:
         """The same step without `others` bytes of the kind "other", alive all the time."""
@@ -148,7 +147,7 @@ class _Sample(NamedTuple):
     changes: int  # how many of the recorder's changes have happened by now
 
 
-class TimelineRecorder(contextlib.AbstractContextManager):
+class TimelineRecorder(Listener):
     """Records while inside; `timeline()` afterwards, `peak` and `current` at any time."""
 
     def __init__(
