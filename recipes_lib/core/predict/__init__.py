@@ -101,14 +101,18 @@ def predict(
     if dry():
         raise ValueError("this is a dry run already: call predict outside of it")
     with _group_of(ranks), dry_run(), on_card(card), _explained():
-        if card is None or not allocator:
-            # In a group the first step plans operators on shards, on tensors of full size.
-            timeline = _second_step(build) if ranks > 1 else _first_step(build)
-            return Prediction(timeline)
-        replayed = Allocator(limit_bytes=card.for_tensors, segments_grow=segments_grow)
+        on_cards_allocator = card is not None and allocator
+        # In a group the first step plans operators on shards, on tensors of full size.
+        if ranks == 1 and not on_cards_allocator:
+            return Prediction(_first_step(build))
+        replayed = Allocator(segments_grow=segments_grow)
+        if card is not None:
+            replayed = Allocator(limit_bytes=card.for_tensors, segments_grow=segments_grow)
         emptied = mock.patch.object(torch.cuda, "empty_cache", replayed.empty_cache)
         with LiveBytes("cuda", listener=replayed) as account, emptied:
-            timeline = _step_on(card, build, account, replayed)
+            timeline = _second_step(build, account, replayed, card)
+        if not on_cards_allocator:
+            return Prediction(timeline)
         return Prediction(timeline, replayed.peak_allocated, replayed.peak_reserved)
 
 
@@ -131,16 +135,13 @@ def _first_step(build: Build) -> Timeline:
     return timeline.with_states_from_the_start()
 
 
-def _second_step(build: Build) -> Timeline:
+def _second_step(
+    build: Build, account: LiveBytes, allocator: Allocator, card: Card | None
+) -> Timeline:
+    """The step that finds states, with the peaks of the allocator."""
     model, optimizer, step = build()
-    step(model, optimizer)
-    return record_timeline(lambda: step(model, optimizer), model=model, optimizer=optimizer)
-
-
-def _step_on(card: Card, build: Build, account: LiveBytes, allocator: Allocator) -> Timeline:
-    """The second step, with the peaks of the allocator."""
-    model, optimizer, step = build()
-    allocator.take_workspaces(card.workspace)
+    if card is not None:
+        allocator.take_workspaces(card.workspace)
     step(model, optimizer)
     allocator.restart_peak()
     gc.collect()
