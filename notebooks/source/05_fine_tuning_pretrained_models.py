@@ -21,31 +21,30 @@
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# A pretrained model knows a language, and not your task. This notebook teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains all weights, LoRA and QLoRA in one loop. Each time it asks: how much memory, how much time, and how many answers are right on sentences that the model has never seen?
+# A pretrained model knows a language, and not your task. This notebook teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways, with one loop. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. Each time the questions are: how much memory, how much time, and how many answers are right on sentences that the model has never seen?
 #
 # | | |
 # |---|---|
 # | **You will learn** | to choose what trains, at which learning rate, in how many bits; to prove that the model got better; to save what you have proven |
 # | **You need** | Python, the basics of PyTorch; no GPU, no login |
 # | **Time to run** | about ten minutes on two CPU cores |
-# | **Time to read** | 45 minutes |
+# | **Time to read** | half an hour |
 # | **Hardware that has run this** | two CPU cores; no GPU yet |
 
 # %% [markdown]
 # ## The map
 #
-# | | recipe | its question | file |
-# |---|---|---|---|
-# | 1 | held-out loss and score, with intervals | is it better, or is it luck? | [honest_evaluation.py](../recipes_lib/fine_tuning/honest_evaluation.py) |
-# | 2 | LoRA | which weights train? | [lora.py](../recipes_lib/fine_tuning/lora.py) |
-# | 3 | QLoRA | in how many bits are the others? | [qlora.py](../recipes_lib/fine_tuning/qlora.py) |
-# | 4 | logits of the answers only | what fills the rest? | [completion_only_loss.py](../recipes_lib/fine_tuning/completion_only_loss.py) |
-# | 5 | a sweep | which learning rate? | [lora.py](../recipes_lib/fine_tuning/lora.py) |
-# | 6 | the run | does it learn the task? | [reminders.py](../recipes_lib/core/data/reminders.py) |
-# | 7 | experts and images | what does LoRA leave out? | [lora.py](../recipes_lib/fine_tuning/lora.py) |
-# | 8 | packing | how much is padding? | [sequence_packing.py](../recipes_lib/training/sequence_packing.py) |
-# | 9 | save, merge, deploy | is it still the model that was judged? | [adapter_files.py](../recipes_lib/fine_tuning/adapter_files.py) |
-# | 10 | TRL, and a command that survives a crash | how do I run it? | [command.py](../recipes_lib/workflows/finetune/command.py) |
+# | | recipe | its question |
+# |---|---|---|
+# | 1 | held-out loss and right answers, with intervals | is it better, or is it luck? |
+# | 2 | LoRA | which weights train? |
+# | 3 | QLoRA | in how many bits are the others? |
+# | 4 | logits of the answers only | what fills the rest? |
+# | 5 | the run | which rate, how many pairs, and where does it fail? |
+# | 6 | experts and images | what does LoRA leave out? |
+# | 7 | packing | how much is padding? |
+# | 8 | save, merge, deploy | is it still the model that was judged? |
+# | 9 | a script with TRL | what do I run tomorrow, and on which card? |
 #
 # ## Setup
 #
@@ -93,14 +92,14 @@ cpu = dict(
     model="smollm2",
     rows=2,  # sentences in a step
     compared=4,  # sentences in the step whose bytes and time are compared
-    steps=120,  # of the three long runs
-    short=12,  # steps of each run that looks for a learning rate
+    steps=120,  # of the long runs
+    script_steps=10,  # of the script with TRL
     held_out=48,  # sentences that judge, and are never trained on
     rounds=3,  # of timing
 )
-more = dict(rows=16, compared=16, steps=300, short=40, held_out=200)
+more = dict(rows=16, compared=16, steps=300, held_out=200)
 # Continuous integration checks that the code runs, on a model with random weights.
-tiny = dict(model="tiny-smollm2", steps=4, short=2, held_out=8, rounds=1)
+tiny = dict(model="tiny-smollm2", steps=4, script_steps=2, held_out=8, rounds=1)
 
 sizes = choose_sizes(
     cpu=cpu,
@@ -114,16 +113,16 @@ sizes
 # %% [markdown]
 # ## The task, and what is learned of it
 #
-# A program makes the task, so an answer is right or wrong. The clock has 288 times of five minutes. A fifth of them stands in held-out sentences only, with four things to do that no training sentence has, in the same forms of sentence. So no answer can be remembered whole. But the sentences are relatives of each other, so the intervals below are too narrow for other forms.
+# A program makes the task, so an answer is right or wrong. The clock has 288 times of five minutes. A fifth of them stands in held-out sentences only, with four things to do that no training sentence has. So no answer can be remembered whole. But the forms of the sentences are the same, so the intervals below are too narrow for other forms.
 #
-# Sentences that chose a rate cannot judge it. One part of the held-out sentences chooses the learning rates, and another part gives the verdicts.
+# Who looks at held-out sentences while training cannot let them judge. So one part of them is for looking, and another part gives the verdicts.
 
 # %%
 import gc
 import os
 import shutil
 
-from recipes_lib.core.data import collate, load_instructions, load_pairs
+from recipes_lib.core.data import collate, load_instructions
 from recipes_lib.core.data.chat import decode_with_mask
 from recipes_lib.core.data.reminders import reminder_pairs, times_of
 from recipes_lib.core.measure.provenance import runs_dir
@@ -135,17 +134,17 @@ shutil.rmtree(folder, ignore_errors=True)
 
 tokenizer = load_tokenizer(sizes.model)
 padding = {"pad_token_id": tokenizer.pad_token_id}
-pairs = reminder_pairs(limit=sizes.rows * sizes.steps)
+pairs = reminder_pairs(limit=2 * sizes.rows * sizes.steps)
 drawn = reminder_pairs(split="validation", limit=3 * sizes.held_out)
 # Each answer once, so that no pair is in both parts.
 different = list({pair["completion"]: pair for pair in drawn}.values())
-to_choose = different[: sizes.held_out // 2]
+to_watch = different[: sizes.held_out // 2]
 questions = different[-sizes.held_out :]
-assert len(to_choose) + len(questions) <= len(different)
+assert len(to_watch) + len(questions) <= len(different)
 assert not set(times_of("train")) & set(times_of("validation"))
 
 train_rows = list(load_instructions(tokenizer, dataset=pairs))
-choosing = list(load_instructions(tokenizer, dataset=to_choose))
+watched = list(load_instructions(tokenizer, dataset=to_watch))
 held_out = list(load_instructions(tokenizer, dataset=questions))
 
 for pair in pairs[:2] + questions[:2]:
@@ -154,11 +153,11 @@ print()
 print(decode_with_mask(train_rows[0], tokenizer))
 
 # %% [markdown]
-# Between ⟦ and ⟧ is the question. Its labels are -100, which PyTorch's cross-entropy skips: the model should learn to write the answer.
+# Between ⟦ and ⟧ is the question. Its labels are -100, which PyTorch's cross-entropy skips: the model learns to write the answer.
 #
 # ### Labels that are wrong train without an error
 #
-# With wrong labels the loss falls, too, and the model learns something else. Here is the same row with three mistakes, and what `check_labels` says of each:
+# The loss falls, too, and the model learns something else. Here is one row with three mistakes, and what `check_labels` says of each:
 
 # %%
 from recipes_lib.core.data.chat import IGNORED
@@ -185,11 +184,11 @@ targets = check_labels(train_rows, tokenizer)
 print(f"right: {targets:.0%} of the tokens carry loss")
 
 # %% [markdown]
-# **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`: `completion_only_loss=True` is then the default. For rows of `messages` it is `assistant_only_loss=True`; in Unsloth, `train_on_responses_only`. They do not check labels that you bring. Without this repository, print `tokenizer.decode([label for label in labels if label != -100])` of three rows. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al.).
+# **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`: only the completion is learned, by default. Rows of `messages` need `assistant_only_loss=True` and a chat template with `{% generation %}` marks; TRL adds the marks to templates that it knows, and to no other. In Unsloth it is `train_on_responses_only`. To look without this repository, print `tokenizer.decode([label for label in labels if label != -100])` of three rows. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al.).
 #
 # ## Baseline: the loop
 #
-# This is all of the training, for every row below. A recipe changes what goes in: the model, the batches, the rate or the loss. `autocast` rounds the inputs of the matrix products to 16 bits. The scaler is for fp16 alone, where small gradients would become zero.
+# This is all of the training, for every run below. A recipe changes what goes in: the model, the batches, the rate or the loss. `autocast` rounds the inputs of the matrix products to 16 bits. The scaler is for fp16 alone, where small gradients would become zero.
 
 # %%
 from transformers import get_cosine_schedule_with_warmup
@@ -237,7 +236,7 @@ def train(model, batches, rate, loss_of=own_loss):
 
 
 # %% [markdown]
-# Every way of training sees the same rows in the same order, and each row once. More turns through the rows, *epochs*, are for small data: stop where the held-out loss rises, for from there the model only remembers.
+# A run sees each row once. More turns through the rows, *epochs*, are for small data: stop where the held-out loss rises. For gradient accumulation, call backward for several batches before the weights change, and divide each sum of losses by the answers' tokens of all of them ([notebook 01](../notebooks/01_large_models_limited_hardware.ipynb)).
 
 # %%
 gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
@@ -247,10 +246,12 @@ def batch_of(rows):
     return collate(rows, device=here.device, **padding)
 
 
-batches = [
-    batch_of(train_rows[start : start + sizes.rows])
-    for start in range(0, len(train_rows), sizes.rows)
-]
+def in_batches(rows, size):
+    return [batch_of(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+twice_the_pairs = in_batches(train_rows, 2 * sizes.rows)
+batches = in_batches(train_rows[: len(train_rows) // 2], sizes.rows)
 compared = batch_of(train_rows[: sizes.compared])
 tokens = compared["input_ids"].numel()
 print(f"{len(batches)} batches to train on; the compared step has {tokens} tokens")
@@ -269,13 +270,13 @@ def base(dtype=torch.float32):
 #
 # $$\text{bytes} = b \cdot \text{frozen} + (4 + 8) \cdot \text{trained} + \max(\text{activations} + \text{logits},\ 4 \cdot \text{trained})$$
 #
-# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are one number per token and word of the vocabulary; the loss needs that table about three times. Both are freed in backward while the gradients arrive, so the peak has one or the other. The equation leaves one thing out: a model that shares its embedding with its output holds two more gradients of it for a moment. The cell below prints them.
+# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are 4 bytes per token and word of the vocabulary, and the loss needs that table about three times. Activations and logits go while the gradients arrive, so the peak has one or the other. A model that shares its embedding with its output holds two more gradients of it for a moment.
 #
 # A trained weight costs six operations per token: two in forward, two for the gradient of its input, two for its own. A frozen one costs four. Padding costs as much as text.
 #
 # $$\text{operations} = (4 \cdot \text{frozen} + 6 \cdot \text{trained}) \cdot \text{tokens, with padding}$$
 #
-# So a step of LoRA should take a little more than 4/6 of the time of full fine-tuning. These bytes stay between two steps:
+# So a step of LoRA should take a little more than 4/6 of the time of full fine-tuning. The first two terms of the bytes stay between two steps:
 
 # %%
 from recipes_lib.core.model.causal_lm import decoder_blocks
@@ -292,34 +293,19 @@ kept = {
 }
 print(f"{weights:,} weights, {in_blocks:,} of them in blocks; adapters {adapters:,}")
 for name, size in kept.items():
-    print(f"{name:<17}{size / 2**20:7,.0f} MiB")
-gradients = 4 * weights
-both_ends = 2 * 4 * shapes.get_input_embeddings().weight.numel()
-peak = kept["full fine-tuning"] + gradients + both_ends
-for name, size in {
-    "gradients": gradients,
-    "both ends": both_ends,
-    "peak": peak,
-}.items():
-    print(f"full fine-tuning, {name:<10}{size / 2**20:7,.0f} MiB")
+    print(f"{name:<18}{size / 2**20:7,.0f} MiB stay between two steps")
+table_of_logits = 4 * tokens * shapes.config.vocab_size
+print(f"one table of logits {table_of_logits / 2**20:6,.0f} MiB")
 del shapes
 
 # %% [markdown]
 # ## 1. Is it better, or is it luck?
 #
-# **What happens.** Two numbers judge a model: the *held-out loss*, in nats per token of the answers (the natural logarithm: 0.69 nats are a coin toss), and the share of answers that are right to the letter. Other sentences would give other numbers, so each has an interval. For the loss we draw as many sentences as we have out of ours, with replacement, 2,000 times. The middle 95 % of the means are the interval. For a share of right answers Wilson's formula gives the interval; it holds for 0 and for 100 %, too.
+# **What happens.** Two numbers judge a model. The *held-out loss* is in nats per token of the answers. The score is the number of answers that are right to the letter. Other sentences would give other numbers, so each has an interval. For the loss we draw as many sentences as we have out of ours, with replacement, 2,000 times; the middle 95 % of the means are the interval. For a share of right answers Wilson's formula gives the interval, and it holds for 0 % and 100 %, too.
 #
 # To compare two models, draw the differences on the *same* sentences: what makes a sentence hard for both is then gone.
-#
-# **Guess first.** How many answers are right before training, if the question stands alone, and if three examples stand before it?
 
 # %%
-import math
-from types import SimpleNamespace
-
-from recipes_lib.core.data.chat import tokenize_chat
-from recipes_lib.core.data.corpus import load_text
-from recipes_lib.core.data.evaluation import evaluate, generate_answers, text_windows
 from recipes_lib.fine_tuning.honest_evaluation import (
     compare,
     held_out_losses,
@@ -328,12 +314,6 @@ from recipes_lib.fine_tuning.honest_evaluation import (
 from recipes_lib.report.show import show
 
 show(plain_paired_bootstrap)
-wanted = [pair["completion"] for pair in questions]
-
-
-def losses_of(model, rows):
-    with in_half():
-        return held_out_losses(model, rows, batch_size=32, **padding)
 
 
 def wilson(right, count, z=1.96):
@@ -345,27 +325,61 @@ def wilson(right, count, z=1.96):
     return (middle - half_width) / whole, (middle + half_width) / whole
 
 
+# %% [markdown]
+# An examination writes the answers and looks at the losses. A model that learns a task can forget what it knew. So it is also asked how well it predicts other text, the source code of Python, as *perplexity*: e to the loss per token, which says among how many tokens the model hesitates.
+
+# %%
+import math
+from types import SimpleNamespace
+
+from recipes_lib.core.data.corpus import load_text
+from recipes_lib.core.data.evaluation import evaluate, generate_answers, text_windows
+
+wanted = [pair["completion"] for pair in questions]
+other_text = text_windows(tokenizer, text=load_text(split="validation"))
+
+
 def write(model, prompts):
+    """An answer for each prompt; recipe 9 shows the call of `generate` by itself."""
     with in_half():
         return generate_answers(model, tokenizer, prompts, batch_size=64)
 
 
-def are_right(answers):
+def losses_of(model, rows):
+    with in_half():
+        return held_out_losses(model, rows, batch_size=32, **padding)
+
+
+def perplexity_of(model):
+    with in_half():
+        return math.exp(evaluate(model, other_text, **padding))
+
+
+def are_right(answers, wanted):
     """1 for each answer that is right to the letter, else 0."""
     return torch.tensor([a == b for a, b in zip(answers, wanted)]).double()
 
 
 def examine(model):
-    """Losses and answers on the sentences that judge."""
     answers = write(model, held_out)
-    losses = losses_of(model, held_out)
-    return SimpleNamespace(losses=losses, answers=answers, right=are_right(answers))
+    return SimpleNamespace(
+        answers=answers,
+        right=are_right(answers, wanted),
+        losses=losses_of(model, held_out),
+        perplexity=perplexity_of(model),
+    )
 
 
 def share_in_words(right):
     low, high = wilson(right.sum().item(), len(right))
     return f"{right.sum():.0f} of {len(right)} right ({low:.0%} to {high:.0%})"
 
+
+# %% [markdown]
+# A prompt with examples costs no training, and is what fine-tuning has to beat. **Guess first.** How many answers are right before training, if the question stands alone, and if three examples stand before it?
+
+# %%
+from recipes_lib.core.data.chat import tokenize_chat
 
 model = base()
 before = examine(model)
@@ -387,23 +401,13 @@ conversations = []
 for question in questions:
     conversations += tokenize_chat(tokenizer, [*examples, *turns_of(question)])
 answers = write(model, conversations)
-prompted = are_right(answers)
+prompted = are_right(answers, wanted)
 print("after three examples:", share_in_words(prompted))
 print(f"one of them: {answers[0]}, wanted: {wanted[0]}")
-# Python's own modules, where every token is a target.
-other_text = text_windows(tokenizer, text=load_text(split="validation"))
-
-
-def predicts_other_text(model):
-    with in_half():
-        return math.exp(evaluate(model, other_text, **padding))
-
-
-forgotten = {"before": predicts_other_text(model)}
 del model
 
 # %% [markdown]
-# The two lines answer the guess. A prompt with examples costs no training, and is what fine-tuning has to beat. For a model this small it is a weak opponent: ask a large one before you train it. **When not:** with fewer than about thirty sentences the interval of the loss is too narrow. No interval covers another seed of the training, nor sentences that this program would not make. Your users write other forms: hold out a form, too.
+# For a model this small, examples are a weak opponent: ask a large one before you train it. **When not:** with fewer than about thirty sentences the interval of the loss is too narrow. No interval covers another seed of the training, nor sentences that this program would not make. Your users write other forms: hold out a form, too.
 #
 # ## 2. LoRA: train a small correction
 #
@@ -411,10 +415,10 @@ del model
 #
 # ```text
 # x --+------ W ------+--> y        W  [out, in]  frozen
-#     '-- A -- r -- B-'             A  [r, in],  B  [out, r]  train; B begins as zero
+#     '-- A -- r -- B-'             A  [r, in],  B  [out, r]  train
 # ```
 #
-# **Guess first.** 3.6 % of the numbers train. By how much does the peak fall?
+# *B* begins as zero, so training begins at the pretrained model. The *rank* r is the width of the correction; more of it can learn more facts, and 16 is plenty for a task like this. *Alpha* scales the correction by alpha / r. Twice the rank is the usual choice, and a fixed choice leaves one thing to look for, the learning rate.
 
 # %%
 from peft import LoraConfig, get_peft_model
@@ -422,11 +426,11 @@ from peft import LoraConfig, get_peft_model
 from recipes_lib.fine_tuning.lora import plain_lora
 
 show(plain_lora)
-on_all = dict(target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def with_adapters(model):
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, **on_all))
+def with_adapters(model, rank=16):
+    on_all = dict(target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=32, **on_all))
 
 
 def with_lora():
@@ -435,6 +439,7 @@ def with_lora():
 
 # A layer of peft beside ours, with a B that is not zero.
 adapted = with_lora().float()
+adapted.print_trainable_parameters()
 layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
 a = layer.lora_A["default"].weight
 b = torch.nn.init.normal_(layer.lora_B["default"].weight)
@@ -445,9 +450,9 @@ print("a layer of peft and the plain lines: equal")
 del adapted, layer
 
 # %% [markdown]
-# `LoraConfig` and `get_peft_model` are the lines that you will write tomorrow. `apply_lora` of this repository calls both, and refuses layers that an adapter would not reach (recipe 7).
+# `LoraConfig` and `get_peft_model` are the lines that you will write tomorrow. `apply_lora` of this repository calls both, and refuses layers that an adapter would not reach (recipe 6).
 #
-# The results go into a table, the *ladder*. `climb` predicts the bytes of a step from tensors that have a shape and no numbers, and then measures a real one. Each step is described at its own peak. The learning rate of these steps is zero, so *loss* is that of the model before training.
+# The results go into a table, the *ladder*. `climb` predicts the bytes of a step from tensors that have a shape and no numbers, and then measures a real step. The learning rate of these steps is zero, so *loss* is that of the model before training. **Guess first.** By how much does LoRA lower the peak?
 
 # %%
 from functools import partial
@@ -472,89 +477,114 @@ def compared_step(model, optimizer, loss_of):
 
 climb("full fine-tuning", base)
 climb("LoRA", with_lora)
-print(f"the guess: LoRA's peak is {-ladder['LoRA'].change:.0%} lower")
 
 # %% [markdown]
+# The states and the gradients of the frozen weights are gone, and most of what is left is weights, activations and logits. The loss differs from the first row's although *B* is zero, because the base is in 16 bits here and in 32 there.
+#
 # ## 3. QLoRA: the frozen weights in four bits
 #
 # **What happens.** 64 weights share a scale, and each becomes one of 16 levels. A layer unpacks its weights when it is called, and multiplies in 16 bits, as LoRA does here.
-#
-# **Guess first.** What do four bits cost before any training, and does training win it back?
+
+# %%
+from recipes_lib.fine_tuning.adapter_files import save_merged
+from recipes_lib.fine_tuning.qlora import plain_nf4
+
+show(plain_nf4)
+# A folder, as a model of the hub would be.
+save_merged(base(half), folder / "base", tokenizer=tokenizer, dtype=half)
+
+# %% [markdown]
+# **The lines you will write tomorrow:**
 
 # %%
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from recipes_lib.fine_tuning.adapter_files import save_merged
-from recipes_lib.fine_tuning.qlora import apply_qlora, plain_nf4, quantize_nf4
-
-show(plain_nf4)
 in_four_bits = BitsAndBytesConfig(
     load_in_4bit=True,
     bnb_4bit_quant_type="nf4",  # the default, fp4, has other levels
     bnb_4bit_use_double_quant=True,  # the scales are rounded, too
     bnb_4bit_compute_dtype=half,
 )
-save_merged(base(half), folder / "base", tokenizer=tokenizer, dtype=half)
 theirs = AutoModelForCausalLM.from_pretrained(
     folder / "base", quantization_config=in_four_bits, dtype=half
 )
-ours = quantize_nf4(base(half), compute_dtype=half)
-some = compared["input_ids"][:1]
-# In eval mode a CPU would repack the weights of `theirs`, see below.
-assert torch.equal(theirs.train()(some).logits, ours.train()(some).logits)
-print("loaded by transformers, and rounded by quantize_nf4: the same logits")
-rounded = compare(before.losses, losses_of(ours, held_out))
-print("the guess: before training, four bits cost", rounded)
-del theirs, ours
+theirs = with_adapters(theirs)
+
+# %% [markdown]
+# `prepare_model_for_kbit_training` is not called: it turns on checkpointing, which short rows do not need, and makes the embedding fp32, which doubles its bytes. `apply_qlora` does the same from a model that is already in memory, and closes a trap of CPUs. On those with AVX512-BF16, bitsandbytes repacks the weights at the first forward in eval mode, for a kernel without a gradient. Who examines the model and then trains it gets a warning at most, and adapters that learn nothing:
+
+# %%
+from recipes_lib.fine_tuning.qlora import apply_qlora, check_gradient_flow
 
 
 def with_qlora():
     return apply_qlora(base(half), rank=16, alpha=32, compute_dtype=half)
 
 
+ours = with_qlora()
+some = compared["input_ids"][:1]
+assert torch.equal(theirs.train()(some).logits, ours.train()(some).logits)
+print("loaded by transformers, and rounded by apply_qlora: the same logits")
+
+
+def gradients_after_examination(model):
+    losses_of(model, watched)
+    try:
+        with in_half(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of it once, and goes on
+            check_gradient_flow(model.train(), compared)
+    except RuntimeError as error:
+        return str(error)[:76] + " …"
+    return "each adapter of the first block gets its gradient"
+
+
+print("by transformers:", gradients_after_examination(theirs))
+print("by apply_qlora: ", gradients_after_examination(ours))
+untrained = losses_of(ours, held_out)
+forgotten = {
+    "before": before.perplexity,
+    "in four bits, untrained": perplexity_of(ours),
+}
+print("before training, four bits cost", compare(before.losses, untrained))
+del theirs, ours
+
 climb("QLoRA", with_qlora)
 
 # %% [markdown]
-# `apply_qlora` does one thing more than these lines. On CPUs with AVX512-BF16, bitsandbytes repacks the weights at the first forward in eval mode, for a kernel that has no gradient. Who examines the model before training then trains adapters of which most get a gradient of zero, without an error. `apply_qlora` prevents that.
+# On a GPU nothing is repacked. **When not:** where the 16-bit weights fit. Recipe 5 prints what is left of the difference after training.
 #
-# **When not:** where the 16-bit weights fit. Recipe 6 prints what is left of the difference after training.
+# ## 4. Logits of the answers only
 #
-# ## 4. Logits of the answers only, and everything combined
-#
-# **What happens.** Now that weights and states are small, the logits are large. Most of them belong to tokens without a label.
-#
-# **Guess first.** About a third of the tokens carry loss. How much of the peak goes?
-#
-# **The idea.** Ask for logits at the places where some row of the batch has a label. The change to the loop is another `loss_of`.
+# **What happens.** Now that weights and states are small, the logits are large, and most of them belong to tokens without a label. So ask for logits only at the places where some row of the batch has a label. The change to the loop is another `loss_of`. **Guess first.** About a third of the tokens carry loss. How much of the peak goes?
 
 # %%
-from recipes_lib.fine_tuning.completion_only_loss import (
-    completion_only_loss,
-    plain_answer_loss,
-)
-
-show(plain_answer_loss)
+from torch.nn.functional import cross_entropy
 
 
 def answer_loss(model, batch):
-    targets = (batch["labels"][:, 1:] != IGNORED).sum()
-    return completion_only_loss(model, batch) / targets
+    """The mean over the answers, from logits at the places that some row learns."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    targets = batch["labels"][:, 1:]  # the token at t predicts the one at t + 1
+    places = (targets != IGNORED).any(0).nonzero()[:, 0]
+    output = model(**inputs, logits_to_keep=places, use_cache=False)
+    logits = output.logits.float().flatten(0, 1)
+    return cross_entropy(logits, targets[:, places].flatten())
 
 
 model = base().eval()
 with torch.no_grad():
-    learnt = (compared["labels"][:, 1:] != IGNORED).sum()
-    by_hand = plain_answer_loss(model, compared) / learnt
-    assert torch.allclose(by_hand, answer_loss(model, compared), rtol=1e-4)
-    assert torch.allclose(by_hand, own_loss(model, compared), rtol=1e-4)
-print("by hand, by transformers and from some logits: the same loss")
+    few, all_of_them = answer_loss(model, compared), own_loss(model, compared)
+assert torch.allclose(few, all_of_them, rtol=1e-4)
+print("from some logits and from all: the same loss")
 del model
 climb("everything combined", with_qlora, loss_of=answer_loss)
+saved = 1 - ladder["everything combined"].peak_bytes / ladder["QLoRA"].peak_bytes
+print(f"logits of the answers only take {saved:.0%} off QLoRA's peak")
 
 # %% [markdown]
-# **The line you will write tomorrow:** `SFTConfig(loss_type="nll")` of TRL 1.16, its default, which was called `chunked_nll` before. On a GPU it drops the tokens without a label, and takes the rest in tiles. Without TRL: `model(…, logits_to_keep=places)`.
+# Less than two thirds, for two reasons. A place is kept if any of the rows has a label there, and answers begin at different places. And the weights and the activations of the blocks stay. **The line you will write tomorrow:** `SFTConfig(loss_type="nll")` of TRL 1.16, its default. On a GPU it drops the tokens without a label, and takes the rest in tiles. `completion_only_loss` of this repository is `answer_loss` with its refusals.
 #
-# *Everything combined* is QLoRA with this loss, and a step is timed beside the others, in turns:
+# *Everything combined* is QLoRA with this loss. Now the steps are timed in turns, and each time is that of the fastest turn:
 
 # %%
 ladder.take_turns(sizes.rounds)
@@ -563,270 +593,204 @@ ladder
 # %%
 ladder.chart()
 
-# %%
-for name, size in kept.items():
-    found = ladder.predictions[name].kept / 2**20
-    print(f"{name}: {size / 2**20:,.0f} MiB stay between steps, found {found:,.0f}")
-counted = ladder["LoRA"].operations / ladder["full fine-tuning"].operations
-print(f"LoRA's operations: {counted:.2f} of full fine-tuning's")
-for name in ("LoRA", "QLoRA", "everything combined"):
-    row = ladder[name]
-    print(f"{name}: peak {row.change:+.0%}, time {row.ratio:.2f}×")
-saved = 1 - ladder["everything combined"].peak_bytes / ladder["QLoRA"].peak_bytes
-print(f"the guess: logits of the answers only take {saved:.0%} off QLoRA's peak")
-to_lora = ladder["QLoRA"].seconds / ladder["LoRA"].seconds
-print(f"QLoRA takes {to_lora:.2f}× the time of LoRA, both in the same precision")
-
 # %% [markdown]
-# These lines answer the guesses. In the lines of `climb` above, *other* is the two embedding gradients for full fine-tuning, and two more tables of logits in the loss for the rest. Where a time is above the share of operations, the adapters and the unpacking cost it. A small matrix leaves most of a processor idle, and each step unpacks the weights, however few its rows are. With more rows and on a large model both weigh less.
+# A step of LoRA needs the smaller share of operations that the equation gives, and a little time for its adapters. QLoRA unpacks all weights in each step, however few the rows are. With more rows and on a large model both weigh less. Where a range of times holds 1.00, three turns cannot show a gain.
 #
-# ## 5. Which learning rate?
+# ## 5. The run: does the model learn the task?
 #
-# **What happens.** *LoRA Without Regret* (Thinking Machines, 2025) found in many long runs: adapters want about ten times the learning rate of full fine-tuning, belong on all linear layers, and need no large rank for little data. We try the first, with rates a decade apart. QLoRA gets two rates of its own.
-#
-# **Guess first.** At which rate does each of them learn most in a short run?
+# **What happens.** All ways take the same sentences in the same order. *LoRA Without Regret* (Thinking Machines, 2025) found in many long runs: adapters want about ten times the learning rate of full fine-tuning, belong on all linear layers, and need no large rank for little data. Unsloth and many scripts begin at 2e-4. So here every way trains at 2e-4, and LoRA also at 1e-3. A last run of LoRA sees twice as many pairs in as many steps. **Guess first.** Which of the five ends best, and by more than chance?
 
 # %%
-short = batches[: sizes.short]
-
-
-def short_run(model, rate):
-    """The loss after a short run, on the sentences that choose."""
-    for _ in train(model, short, rate, answer_loss):
-        pass
-    return losses_of(model, choosing).mean
-
-
-trials = {
-    "full fine-tuning": (base, (2e-5, 2e-4, 2e-3)),
-    "LoRA": (with_lora, (2e-4, 2e-3, 2e-2)),
-    "QLoRA": (with_qlora, (5e-4, 2e-3)),
+ways = {
+    "full fine-tuning": (base, batches, 2e-4),
+    "LoRA": (with_lora, batches, 2e-4),
+    "LoRA, 1e-3": (with_lora, batches, 1e-3),
+    "LoRA, 1e-3, 2 × the pairs": (with_lora, twice_the_pairs, 1e-3),
+    "QLoRA": (with_qlora, batches, 2e-4),
 }
-sweep = {}
-best_rate = {}
-for name, (make, rates) in trials.items():
-    sweep[name] = [(rate, short_run(make(), rate)) for rate in rates]
-    best_rate[name], _ = min(sweep[name], key=lambda point: point[1])
-    words = "  ".join(f"{rate:.0e}: {loss:.3f}" for rate, loss in sweep[name])
-    print(f"{name:<18}{words}")
-times = best_rate["LoRA"] / best_rate["full fine-tuning"]
-print(f"the guess: LoRA's best rate is {times:.0f} times that of full fine-tuning")
-
-# %%
-from recipes_lib.report.lines import lines
-
-of_all, of_lora = best_rate["full fine-tuning"], best_rate["LoRA"]
-lines(
-    sweep,
-    title=f"Best after {sizes.short} steps: {of_all:.0e} for all, {of_lora:.0e} for LoRA",
-    xlabel="learning rate",
-    ylabel="held-out loss, nats per token",
-    xscale="log",
-    yscale="log",
-    source=f"one run each, {len(choosing)} held-out sentences",
-)
-
-# %% [markdown]
-# **The line you will write tomorrow:** `LoraConfig(target_modules="all-linear")` and a rate that you have looked for. Our grid has decades, so it can only find factors of 1, 10 or 100; and a best rate at the edge of its grid, as QLoRA's may be, is no optimum: look further. **When not:** a rate is best for a length and a batch. That of a short run is a guess for a long one: with time to spare, look again at a third of the length.
-#
-# ## 6. The run: does the model learn the task?
-#
-# **What happens.** All three ways take the same rows in the same order, each at its own best rate of the short runs. Then each is examined. A model that learns a task can forget what it knew, so one thing more is asked: how well does it still predict other text, the source code of Python?
-#
-# **Guess first.** Which of the three ends best, and by more than chance?
-
-# %%
-from recipes_lib.fine_tuning.qlora import check_gradient_flow
-
-curves = {}
 after = {}
 adapted = {}
-for name, (make, _) in trials.items():
+for name, (make, data, rate) in ways.items():
     model = make()
-    curves[name] = list(train(model, batches, best_rate[name], answer_loss))
+    for _ in train(model, data, rate, answer_loss):
+        pass
     after[name] = examine(model)
-    forgotten[name] = predicts_other_text(model)
-    print(f"{name}, rate {best_rate[name]:.0e}: {share_in_words(after[name].right)}")
-    print(f"    loss {after[name].losses}")
-    if name != "full fine-tuning":
+    forgotten[name] = after[name].perplexity
+    print(f"{name}: {share_in_words(after[name].right)}")
+    if name in ("LoRA", "QLoRA"):
         adapted[name] = model
 del model
-with in_half():
-    check_gradient_flow(adapted["QLoRA"], batches[0])
-print("QLoRA: after the examination, too, the first block gets its gradients")
-words = ", ".join(f"{name} {found:.2f}" for name, found in forgotten.items())
-print(f"perplexity of other text, lower is better: {words}")
 
 # %%
-part = max(1, sizes.steps // 12)  # a point is the mean of so many steps
+from IPython.display import display
 
+from recipes_lib.report.style import mib
 
-def in_parts(losses):
-    ends = range(part, len(losses) + 1, part)
-    return [(end, sum(losses[end - part : end]) / part) for end in ends]
+count = len(wanted)
+table = f"""| way | peak | time | right of {count} (interval) | held-out loss | other text |
+|---|--:|--:|--:|--:|--:|
+| three examples | | | {prompted.sum():.0f} | | |
+"""
+losses = {"before": before.losses.mean, "in four bits, untrained": untrained.mean}
+for name, loss in losses.items():
+    table += f"| {name} | | | | {loss:.3f} | {forgotten[name]:.1f} |\n"
+for name, found in after.items():
+    row = ladder[
+        name.split(",")[0]
+    ]  # neither the rate nor the pairs change the compared step
+    low, high = wilson(found.right.sum().item(), count)
+    table += (
+        f"| {name} | {mib(row.peak_bytes)} | {row.ratio:.2f}× "
+        f"| {found.right.sum():.0f} ({count * low:.0f} to {count * high:.0f}) "
+        f"| {found.losses.mean:.3f} | {found.perplexity:.1f} |\n"
+    )
+display({"text/markdown": table, "text/plain": table}, raw=True)
 
+# %% [markdown]
+# Peak and time are those of a step with all logits. Differences on the same sentences say what is more than chance:
 
-lines(
-    {name: in_parts(losses) for name, losses in curves.items()},
-    title="The loss of each sentence, just before it is trained on",
-    xlabel="optimizer step",
-    ylabel="loss, nats per token",
-    yscale="log",
-    source=f"one seed; each sentence is met once; a point is the mean of {part} steps",
-)
+# %%
+looks = {
+    "full → LoRA": ("full fine-tuning", "LoRA"),
+    "LoRA → 1e-3": ("LoRA", "LoRA, 1e-3"),
+    "LoRA, 1e-3 → 2 × the pairs": ("LoRA, 1e-3", "LoRA, 1e-3, 2 × the pairs"),
+    "LoRA → QLoRA": ("LoRA", "QLoRA"),
+}
+ones = torch.ones(count)
+for look, (first, second) in looks.items():
+    loss = compare(after[first].losses, after[second].losses)
+    low, high = plain_paired_bootstrap(after[first].right, after[second].right, ones)
+    points = 100 * (after[second].right - after[first].right).mean()
+    print(f"{look}: loss {loss}")
+    print(f"    right: {points:+.0f} points ({100 * low:+.0f} to {100 * high:+.0f})")
 
 # %%
 from recipes_lib.report.figure import new_figure
 from recipes_lib.report.style import INK, RECIPE
 
-shares = {"before training": before.right, "three examples": prompted}
-shares |= {name: found.right for name, found in after.items()}
-count = len(wanted)
-result = f"{after['LoRA'].right.sum():.0f} of {count} after {sizes.steps} steps of LoRA"
+places = {name: ladder[name.split(",")[0]].peak_bytes / 2**20 for name in after}
+full, more_pairs = "full fine-tuning", "LoRA, 1e-3, 2 × the pairs"
 figure, axes = new_figure(
-    f"Right answers: {before.right.sum():.0f} of {count} before, {result}",
-    height=2.6,
+    f"{after[more_pairs].right.sum():.0f} of {count} right by {more_pairs}, "
+    f"{after[full].right.sum():.0f} by {full}, in {places[more_pairs] / places[full]:.0%} "
+    "of its memory",
+    height=3.6,
     source="one seed; lines are 95 % intervals over the sentences",
 )
-for place, right in enumerate(shares.values()):
+for name in (full, more_pairs, "LoRA", "QLoRA"):
+    right = after[name].right
+    place = places[name] + (40 if name == more_pairs else 0)  # beside LoRA
     low, high = wilson(right.sum().item(), count)
-    axes.plot([100 * low, 100 * high], [place, place], color=INK)
-    axes.plot(100 * right.mean().item(), place, "o", color=RECIPE)
-axes.set_yticks(range(len(shares)), list(shares))
-axes.invert_yaxis()
-axes.margins(y=0.2)
-axes.set(xlabel="held-out answers that are right, % · better →")
+    axes.plot([place, place], [count * low, count * high], color=INK)
+    axes.plot(place, right.sum(), "o", color=RECIPE)
+    axes.annotate(name, (place, right.sum()), xytext=(7, 3), textcoords="offset points")
+axes.margins(x=0.25, y=0.15)
+axes.set(xlabel="peak memory of a step, MiB", ylabel=f"right answers of {count}")
 figure
 
 # %% [markdown]
-# Two sentences, before and after LoRA, and then three of QLoRA's errors. Read them as data: is it the form that is wrong, or one part of the answer?
+# **Read it so.** From as many pairs, full fine-tuning gets more right than LoRA. Five times the rate does not close the gap, and twice the pairs do. The rate decides something else: at the larger one the model forgets more of the other text. So take the usual 2e-4 first, and more pairs before a larger rate.
+#
+# QLoRA's answers differ from LoRA's by no more than chance. Part of what it forgets is the rounding alone, the line *in four bits, untrained*. These weights had been rounded to four bits before, as the setup cell says, and are rounded in other groups once more: do not read this as the price of four bits for a model that comes in 16.
+#
+# Loss and score disagree in size: most tokens are form, and one wrong digit makes an answer wrong. Choose by the score where you can. And all of this is one seed, on a small model: *LoRA Without Regret* finds no gap on small data.
+
+# %% [markdown]
+# ### Where it fails
+#
+# An answer is right only if all of it is. So count the parts, over all held-out answers:
 
 # %%
-for number in range(2):
-    print(questions[number]["prompt"])
-    print(f"  before: {before.answers[number][:70]!r}")
-    print(f"  after:  {after['LoRA'].answers[number]}")
-wrong = (after["QLoRA"].right == 0).nonzero().flatten().tolist()
-print(f"\nQLoRA has {len(wrong)} wrong answers; the first three:")
-for number in wrong[:3]:
-    print(f"  {questions[number]['prompt']}\n    {after['QLoRA'].answers[number]}")
+import json
+from collections import defaultdict
+
+
+def parsed(answer):
+    try:
+        return dict(json.loads(answer))
+    except (ValueError, TypeError):
+        return {}
+
+
+def parts_right(answers):
+    """For each part of an answer: in how many it is right, of how many that have it."""
+    right = defaultdict(list)
+    for answer, text in zip(answers, wanted):
+        found, expected = parsed(answer), json.loads(text)
+        right["is JSON"].append(bool(found))
+        for part in ("day", "do"):
+            right[part].append(found.get(part) == expected[part])
+        time = "time, am" if expected["time"] < "12" else "time, pm"
+        right[time].append(found.get("time") == expected["time"])
+    return {part: f"{sum(each)} of {len(each)}" for part, each in right.items()}
+
+
+for name, found in after.items():
+    parts = parts_right(found.answers)
+    words = ", ".join(
+        f"{part} {count_of_part}" for part, count_of_part in parts.items()
+    )
+    print(f"{name:<20}{words}")
+
+print("\nLoRA, the first answer that is right and the first that is not:")
+for is_right in (1, 0):
+    for number in (after["LoRA"].right == is_right).nonzero().flatten().tolist()[:1]:
+        print(f"  {questions[number]['prompt']}")
+        print(f"    before {before.answers[number][:60]!r}")
+        print(f"    after  {after['LoRA'].answers[number]}")
+        print(f"    wanted {wanted[number]}")
 
 # %% [markdown]
-# The guess, sentence by sentence. Below zero, the second of the two has the lower loss.
-
-# %%
-looks = {"full → LoRA": ("full fine-tuning", "LoRA"), "LoRA → QLoRA": ("LoRA", "QLoRA")}
-paired = {}
-ones = torch.ones(count)
-for look, (first, second) in looks.items():
-    paired[look] = compare(after[first].losses, after[second].losses)
-    low, high = plain_paired_bootstrap(after[first].right, after[second].right, ones)
-    points = (after[second].right - after[first].right).mean()
-    print(f"{look}: {paired[look]}")
-    print(f"    right answers {points:+.0%} (95 % interval {low:+.0%} to {high:+.0%})")
-most = max(after, key=lambda name: after[name].right.sum())
-print(f"\nmost right answers: {most}")
-price = paired["LoRA → QLoRA"].difference
-print(
-    f"four bits cost {rounded.difference:+.3f} nats per token before, {price:+.3f} after"
-)
-
-# %% [markdown]
-# In our run the form, the day and the task are right in all five, and the time is wrong: often its half of the day. Such errors ask for more pairs of that kind, not for more steps.
+# Form, day and task are right. What is wrong is the time, and of the times those in the afternoon, where 12 must be added. Such errors ask for more pairs of that kind.
 #
-# **Read it so.** Full fine-tuning wins here, by more than other sentences of this program would explain. *LoRA Without Regret* finds no such gap on small data; not tried here are another seed, a rate chosen in longer runs, and more rows in a step. So this is no general price of LoRA. But on a small model with memory to spare, try all weights. Loss and score disagree in size: most tokens are form, and one wrong digit makes an answer wrong. Choose by the score where you can.
+# ## 6. What LoRA leaves untrained, in silence
 #
-# Forgetting is the other price. By the perplexity of Python's code, LoRA did not protect what the model knew, and QLoRA lost most, its rounding included. If your model must keep other skills, hold out text of them, too.
-#
-# What if QLoRA is *worse*? Its rate is its own, and its gradients were seen above. What is left is its rate, of which two were tried, the rounding, or chance. These weights had been rounded to four bits before, as the setup cell says, and are rounded in other groups once more. So do not read this as the price of four bits: weights that come in 16 bits are rounded once. Recipe 9 puts the same adapter on exact weights, and it does not help.
-#
-# How many pairs does a task need? We did not measure it. Train on a half and on all: where the held-out loss still falls, more pairs help.
-
-# %% [markdown]
-# ## 7. What LoRA leaves untrained, in silence
-#
-# **What happens.** Qwen3-VL-MoE reads images with a *vision tower*, and each block of its language model has many MLPs, the *experts*. transformers 5 stores the experts of a block in two large tensors, which are no linear layers. Here is a tiny one with random weights.
-#
-# **Guess first.** `target_modules="all-linear"`, the advice of recipe 5: what does it train here?
+# **What happens.** Qwen3-VL-MoE reads images with a *vision tower*, and each block of its language model has many MLPs, the *experts*. transformers 5 stores the experts of a block in two large tensors, which are no linear layers. On the device "meta" a model has shapes and no numbers, so the real one fits here. **Guess first.** `target_modules="all-linear"`: what does it train?
 
 # %%
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from recipes_lib.fine_tuning.lora import apply_lora
 
-rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-text = dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-text |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-tower = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=4)
-tower |= dict(out_hidden_size=64, num_position_embeddings=64)
-tower |= dict(deepstack_visual_indexes=[0])
-special = dict(image_token_id=120, video_token_id=121)
-special |= dict(vision_start_token_id=122, vision_end_token_id=123)
 # Of each part, what the names of its parameters have in common.
 PARTS = {"vision tower": "visual", "experts": "experts", "attention": "self_attn"}
-tiny_vision = Qwen3VLMoeConfig(
-    text_config=text | {"rope_parameters": rotary}, vision_config=tower, **special
-)
 
 
 def with_images():
-    seed_everything(0)
-    return Qwen3VLMoeForConditionalGeneration(tiny_vision).to(here.device)
+    return Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig())
 
 
-def count_trained(model):
-    """The numbers that train in each part, printed beside those that are frozen."""
-    trained = {}
+def count_trained(config):
+    """Prints what trains and what is frozen in each part; returns what trains."""
+    model = get_peft_model(with_images(), config)
+    trained = dict.fromkeys(PARTS, 0)
     for part, mark in PARTS.items():
         weights = [weight for name, weight in model.named_parameters() if mark in name]
         trained[part] = sum(each.numel() for each in weights if each.requires_grad)
         frozen = sum(each.numel() for each in weights) - trained[part]
-        print(f"  {part:<13}{trained[part]:>7,} train, {frozen:>7,} are frozen")
+        print(f"  {part:<13}{trained[part]:>12,} train {frozen:>15,} are frozen")
     return trained
 
 
-print("peft, all-linear:")
-careless = LoraConfig(r=4, target_modules="all-linear")
-silent = count_trained(get_peft_model(with_images(), careless))
-real = 48 * 128 * 3 * 2048 * 768  # blocks, experts, matrices of each, their two sides
-print(f"experts of Qwen3-VL-30B-A3B, by its config: {real / 1e9:.0f} billion weights")
-try:
-    apply_lora(with_images(), rank=4)
-except ValueError as reason:
-    print(f"\nours: {reason}")
-
-# %% [markdown]
-# No word of warning. The vision tower has adapters, and the experts have none; in the real model they hold nearly all of the weights. Say what you mean. Attention of the language model alone, or with the experts by `target_parameters`:
-
-# %%
-attention = r".*language_model.*(q_proj|k_proj|v_proj|o_proj)"
-both = LoraConfig(
-    r=4,
-    target_modules=attention,
+named = LoraConfig(
+    r=16,
+    target_modules=r".*language_model.*(q_proj|k_proj|v_proj|o_proj)",
     target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 )
-print("peft, with target_parameters:")
-vision = get_peft_model(with_images(), both)
-meant = count_trained(vision)
-
-ids = torch.tensor([[1, 2, 122, *[120] * 4, 123, 5, 6, 7, 8]], device=here.device)
-image = dict(
-    pixel_values=torch.randn(16, 96, device=here.device),  # 4 × 4 patches of 96 numbers
-    image_grid_thw=torch.tensor([[1, 4, 4]], device=here.device),
-    mm_token_type_ids=(ids == 120).long(),
-)
-labels = ids.clone()
-labels[ids >= 120] = IGNORED  # no token of the image is an answer
-pictured = dict(input_ids=ids, labels=labels, **image)
-losses = list(train(vision, [pictured] * 4, 1e-2))
-print(f"four steps on an image and text: loss {losses[0]:.2f} → {losses[-1]:.2f}")
-del vision
+with torch.device("meta"):
+    print("peft, all-linear:")
+    silent = count_trained(LoraConfig(r=16, target_modules="all-linear"))
+    print("peft, by name, with target_parameters:")
+    count_trained(named)
+    try:
+        apply_lora(with_images(), rank=16)
+    except ValueError as reason:
+        print(f"\nours: {reason}")
 
 # %% [markdown]
-# The loop is the same; an image is four tokens and three tensors more, which the processor of a real model makes. bitsandbytes does not round experts of this form to four bits either. **When not:** adapt the vision tower only if your images look unlike those of the pretraining.
+# No word of warning from peft: the vision tower has adapters, and the experts, nearly all of the weights, have none. Say what you mean, by name. **When not:** adapt the vision tower only if your images look unlike those of the pretraining.
 #
-# ## 8. Packing: no padding
+# ## 7. Packing: no padding
 #
 # **What happens.** A short row is padded to the longest of its batch, and padding is computed. Packing puts several documents into one row. Positions restart at each, and from them attention learns the borders.
 #
@@ -836,20 +800,17 @@ del vision
 #          c . . .
 # ```
 #
-# Reminders have nearly one length, so the data here are functions of Python's standard library with their docstrings.
-#
-# **Guess first.** What happens to the loss if the positions are forgotten?
+# Reminders have nearly one length, so the data here are functions of Python's standard library with their docstrings. **Guess first.** What happens to the loss if the positions are forgotten?
 
 # %%
 from recipes_lib.training.sequence_packing import (
     check_document_mask,
     collate_packed,
     document_mask,
-    fill_rows,
     pack_sequences,
 )
 
-show(document_mask, fill_rows)
+show(document_mask)
 documents = list(load_instructions(tokenizer, max_tokens=192, limit=16))
 lengths = [len(row["labels"]) for row in documents]
 first = pack_sequences(documents[:3], length=3 * 192)
@@ -860,32 +821,31 @@ check_document_mask(model, packed)  # refuses a model that ignores the positions
 alone = held_out_losses(model, documents[:3], **padding)
 leaky = {name: packed[name] for name in ("input_ids", "labels")}
 with torch.no_grad():
-    together = completion_only_loss(model, packed).item() / alone.targets.sum()
-    leaking = completion_only_loss(model, leaky).item() / alone.targets.sum()
+    together = answer_loss(model, packed).item()
+    leaking = answer_loss(model, leaky).item()
 print(f"each document alone       {alone.mean:.4f}")
 print(f"packed                    {together:.4f}")
 print(f"packed without positions  {leaking:.4f}")
 
 # %% [markdown]
-# Without positions the loss looks *better*: a later document reads the earlier ones, as none does in use. With positions, the loss is that of each document alone. So packing adds no quality; it saves time. How much? Sixteen documents, four rows at a time:
+# Without positions the loss looks *better*: a later document reads the earlier ones, as none does in use. With positions, the loss is that of each document alone. So packing saves time and changes nothing else. How much? Sixteen documents, four to a batch, against two packed rows to a batch:
 
 # %%
 from recipes_lib.core.measure import in_turns
 
-in_fours = {
-    "padded": documents,
-    "sorted by length": sorted(documents, key=lambda row: len(row["labels"])),
-    "packed": pack_sequences(documents, length=256),
+work = {
+    "padded": in_batches(documents, 4),
+    "sorted by length": in_batches(
+        sorted(documents, key=lambda row: len(row["labels"])), 4
+    ),
 }
+rows = pack_sequences(documents, length=256)
+work["packed"] = [
+    collate_packed(rows[start : start + 2], device=here.device, **padding)
+    for start in range(0, len(rows), 2)
+]
 del decoder_blocks(model)[10:]  # to be quick: what counts is the ratio
 model = with_adapters(model).train()
-work = {}
-for name, rows in in_fours.items():
-    make_batch = collate_packed if name == "packed" else collate
-    work[name] = [
-        make_batch(rows[start : start + 4], device=here.device, **padding)
-        for start in range(0, len(rows), 4)
-    ]
 
 
 def forward_and_backward(model, name):
@@ -896,23 +856,20 @@ def forward_and_backward(model, name):
 
 
 turns = {name: partial(forward_and_backward, model, name) for name in work}
-seconds = in_turns(turns, rounds=1 + sizes.rounds)
 useful = {}
-for name, times in seconds.items():
-    speeds = sorted(sum(lengths) / each for each in times[1:])  # the first one warms up
-    useful[name] = speeds[-1]
+for name, times in in_turns(turns, rounds=1 + sizes.rounds).items():
+    useful[name] = sum(lengths) / min(times[1:])  # the first one warms up
     computed = sum(batch["input_ids"].numel() for batch in work[name])
     print(
-        f"{name:<17}{useful[name]:6,.0f} useful tokens/s (slowest {speeds[0]:,.0f}), "
-        f"{1 - sum(lengths) / computed:.0%} padding, {len(work[name])} batches, "
-        f"{useful[name] / useful['padded']:.2f}× padded"
+        f"{name:<17}{useful[name]:6,.0f} useful tokens/s, {useful[name] / useful['padded']:.2f}×, "
+        f"{1 - sum(lengths) / computed:.0%} padding, {len(work[name])} batches"
     )
 del model, turns
 
 # %% [markdown]
-# **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Other attention computes the masked part and throws it away. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). Sorting gains a part of it, and its steps are no longer random samples. What packing adds to sorting here is fewer batches, each with a fixed cost: expect less where a batch already fills the processor. A packed batch holds more pairs, so an epoch has fewer steps: look for the learning rate again.
+# **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Its default strategy cuts what is longer than `max_length`: leave long rows out before. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). A packed batch holds more pairs, so an epoch has fewer steps: look for the learning rate again.
 #
-# ## 9. Save, merge, deploy
+# ## 8. Save, merge, deploy
 #
 # **What happens.** An adapter belongs to one base. `PeftModel.from_pretrained` only compares shapes, so it takes any base of the same shape. `save_adapter` keeps a fingerprint of the base beside peft's files, and `load_adapter` refuses any other model. A merge adds B A to W, so that nothing of LoRA is left to slow an answer.
 #
@@ -934,16 +891,19 @@ print(f"an adapter file has {size / 2**20:.0f} MiB\n")
 
 served = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=half)
 served = PeftModel.from_pretrained(served, folder / "LoRA").to(here.device)
-new = [
-    "Remind me to call the dentist on Friday at 6:40 pm.",
-    "Could you wake me on Sunday at 7:05 am?",
-]
-for question, answer in zip(new, write(served, new)):
-    print(question, answer, sep="\n  ")
+new = {
+    "Remind me to call the dentist on Friday at 6:40 pm.": "18:40",
+    "Could you wake me on Sunday at 7:05 am?": "07:05",
+}
+for (question, time), answer in zip(new.items(), write(served, list(new))):
+    verdict = "right" if parsed(answer).get("time") == time else "wrong"
+    print(f"{question}\n  {answer}\n  wanted {time}: {verdict}")
 del model, served
 
 # %% [markdown]
-# **Guess first.** QLoRA learned beside weights in four bits. Is its adapter better on those, or on the base that they were made from?
+# A wrong time is valid JSON, so no parser catches it. Before a user meets such a model, train on more pairs, or check the answer against the sentence: an hour in the afternoon needs a *pm*.
+#
+# **Guess first.** Is the model still the one that was judged, after a merge, or with QLoRA's adapter on the 16-bit base?
 
 # %%
 from recipes_lib.fine_tuning.lora import merge_lora
@@ -951,202 +911,209 @@ from recipes_lib.fine_tuning.qlora import merge_qlora
 
 on_16_bits = load_adapter(base(half), folder / "QLoRA")
 deployed = {
-    "QLoRA's adapter on the 16-bit base": (on_16_bits, "QLoRA"),
     "LoRA, merged": (merge_lora(adapted["LoRA"]), "LoRA"),
+    "QLoRA's adapter on the 16-bit base": (on_16_bits, "QLoRA"),
     "QLoRA, merged": (merge_qlora(adapted["QLoRA"]), "QLoRA"),
 }
 merged = {}
 for name, (model, judged) in deployed.items():
     merged[name] = compare(after[judged].losses, losses_of(model, held_out))
-    print(f"{name}, against {judged}:\n    {merged[name]}")
-del model, deployed, on_16_bits, adapted
+    right = are_right(write(model, held_out), wanted)
+    print(f"{name}: {right.sum():.0f} right, judged {after[judged].right.sum():.0f}")
+    print(f"    loss {merged[name]}")
+deployed["LoRA, merged"][0].save_pretrained(
+    folder / "merged"
+)  # plain weights, for any engine
+del model, deployed, adapted, on_16_bits
 
 # %% [markdown]
-# The guess: where the interval holds zero, neither. Not shown to differ is not shown to be equal, so run `examine` on what you deploy.
+# The guess: where the interval holds zero, no difference is shown, and that is less than equality. So examine what you deploy, by its answers, too. In another engine rounding may turn a close answer.
 #
 # | your case | deploy |
 # |---|---|
 # | LoRA, one task | the merged model: `model.merge_and_unload()`, which `merge_lora` calls |
 # | LoRA, many tasks on one base | `vllm serve BASE --enable-lora --lora-modules mine=FOLDER` |
-# | QLoRA, 16-bit weights fit when serving | the merged model, or the 16-bit base where it is *better* |
+# | QLoRA, 16-bit weights fit when serving | the merged model |
 # | QLoRA, only four bits fit | the four-bit base with the adapter beside it |
-# | llama.cpp, Ollama | the merged model, saved, then `python convert_hf_to_gguf.py FOLDER` of llama.cpp |
+# | llama.cpp, Ollama | `merged` as saved above, then `python convert_hf_to_gguf.py FOLDER` of llama.cpp |
 #
 # `merge_qlora` unpacks the base first. peft's own merge into four-bit weights rounds the sum to four bits once more.
 #
-# ## 10. The same in TRL, and as a command
+# ## 9. Take this home: a script with TRL
 #
-# Four steps of TRL and of our loop, on the same rows, with the same schedule:
+# All of it in TRL. `prompt` and `completion` are lists of messages, which get the chat template; plain strings get none.
 
 # %%
 from datasets import Dataset, disable_progress_bars
+from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 disable_progress_bars()
-few = train_rows[: 4 * sizes.rows]  # with our tokens and labels
+NAME = str(folder / "base")  # or a hub id: "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def as_messages(pair):
+    """A pair in the form of TRL, in which it gets the chat template."""
+    return {
+        "prompt": [{"role": "user", "content": pair["prompt"]}],
+        "completion": [{"role": "assistant", "content": pair["completion"]}],
+    }
+
+
 settings = SFTConfig(
     output_dir=str(folder / "trl"),
-    max_steps=4,
-    per_device_train_batch_size=sizes.rows,
+    model_init_kwargs={"dtype": str(half).removeprefix("torch.")},  # else fp32
     learning_rate=1e-3,
     lr_scheduler_type="cosine",
-    warmup_steps=1,
-    loss_type="nll",  # the default: in tiles, for labels only
+    warmup_steps=max(1, sizes.script_steps // 10),
+    num_train_epochs=1,
+    per_device_train_batch_size=sizes.compared,
+    gradient_accumulation_steps=1,
+    max_length=512,  # what is longer is cut
     bf16=half is torch.bfloat16,
     fp16=half is torch.float16,
-    gradient_checkpointing=False,  # TRL's default is True
-    train_sampling_strategy="sequential",
+    eval_strategy="steps",
+    eval_steps=10,
     logging_steps=1,
     save_strategy="no",
     report_to="none",
     disable_tqdm=True,
     use_cpu=here.device == "cpu",
+    train_sampling_strategy="sequential",  # to compare; leave it out
 )
+some_pairs = pairs[: sizes.compared * sizes.script_steps]
 trainer = SFTTrainer(
-    model=with_lora(),  # or a base, and peft_config=LoraConfig(…)
+    model=NAME,
     args=settings,
-    train_dataset=Dataset.from_list(few),
-    processing_class=tokenizer,
+    train_dataset=Dataset.from_list([as_messages(pair) for pair in some_pairs]),
+    eval_dataset=Dataset.from_list([as_messages(pair) for pair in to_watch]),
+    peft_config=LoraConfig(
+        r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+    ),
+    # quantization_config=in_four_bits,  # this line makes it QLoRA, on a GPU
 )
-trainer.remove_callback(transformers.PrinterCallback)
-trainer.train()
-theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-del trainer
-
-ours = list(train(with_lora(), batches[:4], 1e-3, answer_loss))
-print("TRL ", *(f"{loss:.3f}" for loss in theirs))
-print("ours", *(f"{loss:.3f}" for loss in ours))
-apart = max(abs(a - b) for a, b in zip(theirs, ours))
-print(f"they are {apart:.3f} apart at most")
-
-# %% [markdown]
-# The Trainer has what our loop has not: evaluation while training, callbacks, several GPUs. For a run of yours give it `prompt` and `completion` as lists of messages (plain strings get no chat template), a base and `peft_config`, `eval_dataset` with `eval_strategy="steps"`, `max_length`, and `num_train_epochs` for `max_steps`.
-#
-# Without code there is a command. It checks a file of pairs, holds out every tenth, and says at its end whether their loss has fallen. Here the process is killed two steps after a checkpoint, as by the out-of-memory killer, and a second one goes on.
 
 # %%
-import json
+from itertools import islice
 
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+ours = with_lora()  # with the adapters that the trainer begins with, and its rows
+set_peft_model_state_dict(ours, get_peft_model_state_dict(trainer.model))
+their_batches = in_batches(list(trainer.train_dataset), sizes.compared)
+our_losses = list(islice(train(ours, their_batches, 1e-3, answer_loss), 4))
+del ours
+
+trainer.remove_callback(transformers.PrinterCallback)
+trainer.train()
+history = trainer.state.log_history
+their_losses = [entry["loss"] for entry in history if "loss" in entry][:4]
+apart = max(abs(a - b) for a, b in zip(their_losses, our_losses))
+print("TRL      ", *(f"{loss:.3f}" for loss in their_losses))
+print(
+    "our loop ", *(f"{loss:.3f}" for loss in our_losses), f"  {apart:.3f} apart at most"
+)
+for entry in history:
+    if "eval_loss" in entry:
+        print(f"step {entry['step']}: held-out loss {entry['eval_loss']:.3f}")
+
+# %% [markdown]
+# The same training, and the Trainer has what our loop has not: evaluation while training, checkpoints, callbacks, several GPUs. Then merge, save, and ask, as a user does:
+
+# %%
+mine = trainer.model.merge_and_unload()
+mine.save_pretrained(folder / "mine")
+trainer.processing_class.save_pretrained(folder / "mine")
+del trainer, mine
+
+reader = AutoTokenizer.from_pretrained(folder / "mine")
+mine = AutoModelForCausalLM.from_pretrained(folder / "mine", dtype=half).to(here.device)
+messages = [{"role": "user", "content": questions[0]["prompt"]}]
+asked = reader.apply_chat_template(
+    messages,
+    add_generation_prompt=True,  # the answer begins here
+    return_dict=True,
+    return_tensors="pt",
+).to(here.device)
+written = mine.generate(**asked, max_new_tokens=40, do_sample=False)
+answer = written[0, asked["input_ids"].shape[1] :]
+print(questions[0]["prompt"])
+print(
+    reader.decode(answer, skip_special_tokens=True),
+    "after",
+    sizes.script_steps,
+    "steps",
+)
+del mine
+
+# %% [markdown]
+# The file that stands alone, with packed rows, checkpoints and the score, is [scripts/finetune.py](../scripts/finetune.py). With more pairs in a step than the run above it gets more answers right: its first lines say how many.
+#
+# Without code there is a command. It checks a file of pairs, holds out every tenth, and says at its end whether their loss has fallen. Here the process is killed between two checkpoints, as by the out-of-memory killer, and a second one goes on.
+
+# %%
 from recipes_lib.workflows.finetune import command
 
 file = folder / "pairs.jsonl"
-file.write_text("\n".join(json.dumps(pair) for pair in reminder_pairs(limit=300)))
+file.write_text("\n".join(json.dumps(pair) for pair in reminder_pairs(limit=60)))
 options = [
     f"--model={folder / 'base'}",
     f"--data={file}",
     f"--output={folder / 'run'}",
-    "--steps=6",
-    "--save-steps=3",
+    "--steps=5",
+    "--save-steps=2",
     "--rows-per-step=2",
     "--dropout=0.1",  # random numbers, which a resumed run must repeat
 ]
 print("python -m recipes_lib finetune", *options, "\n")
-killed = command.run_command(*options, kill_at=4)
+killed = command.run_command(*options, kill_at=3)
 resumed = command.run_command(*options, "--resume")
 print(f"killed   {killed}")
-print(f"resumed  {dict(list(resumed.items())[:4])} …")
-verdict = (folder / "run" / "adapter" / "README.md").read_text()
-print(*[line for line in verdict.splitlines() if "difference" in line], sep="\n")
+print(f"resumed  {resumed}")
 
 # %% [markdown]
-# Both processes took steps 3 and 4, with the same losses in every digit: weights, states, schedule, place in the data and random state come back. In the Trainer the line is `trainer.train(resume_from_checkpoint=True)`. All options of the command: [docs/finetune.md](../docs/finetune.md).
+# Where both processes took a step, the losses are the same in every digit: weights, states, schedule, place in the data and random state come back. In the Trainer the line is `trainer.train(resume_from_checkpoint=True)`. All options of the command: [docs/finetune.md](../docs/finetune.md).
 #
-# ## A trap: all weights in bf16
+# ## Which card?
 #
-# `from_pretrained` of transformers 5 loads a model as its file is, most often in bf16. Who then trains all of its weights has no fp32 numbers anywhere. The next bf16 number after 1 is 0.8 % away; rounding to the nearest loses an update of less than half of that.
-#
-# **Guess first.** At 2e-5, the default of TRL: which share of the weights of two blocks has changed after three steps?
+# The same arithmetic for a model of 8 billion parameters, four rows of 2,048 tokens, with weights and states in 16 bits. These peaks are predicted; no card has run them here.
 
 # %%
-from recipes_lib.precision.pure_bf16 import bf16_adamw
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.workflows.out_of_memory_doctor import diagnose
 
-
-def share_that_changed(dtype, make):
-    model = base(dtype).requires_grad_(False)
-    trained = list(decoder_blocks(model)[-2:].requires_grad_(True).parameters())
-    old = [weight.detach().clone() for weight in trained]
-    optimizer = make(trained, lr=2e-5)
-    for batch in batches[:3]:
-        take_step(model, batch, optimizer, answer_loss)
-    moved = sum((a != b).sum().item() for a, b in zip(old, trained))
-    return moved / sum(weight.numel() for weight in trained)
-
-
-in_fp32 = partial(torch.optim.AdamW, fused=True)
-changed = {
-    "weights in fp32": share_that_changed(torch.float32, in_fp32),
-    "weights in bf16": share_that_changed(torch.bfloat16, in_fp32),
-    "bf16, rounded at random": share_that_changed(
-        torch.bfloat16, partial(bf16_adamw, rounding="stochastic")
-    ),
-}
-for name, share in changed.items():
-    print(f"{name:<24}{share:.0%} of the weights changed")
+eight_billion = model_of_shape("llama-3.1-8b", dtype=torch.bfloat16, device="meta")
+for card in ("T4", "RTX 4090"):
+    diagnosis = diagnose(model=eight_billion, batch_size=4, seq_len=2048, card=card)
+    print(f"{card}, predicted:")
+    for remedy in diagnosis.remedies:
+        if "micro-batches" not in remedy.name:
+            print(f"  {remedy.name:<52}{remedy.outcome}")
 
 # %% [markdown]
-# These lines count the weights that three steps at a usual rate move, not quality: a larger rate loses fewer. Rounding at random moves few weights, each by more, and is right on average. So load in fp32 and use autocast, as the first row of the ladder does, or round at random: torchao's `AdamW8bit(bf16_stochastic_round=True)`. Adapters are not concerned: peft keeps them in fp32.
-#
-# ## When to use what, and what is not here
-#
-# **Which way?** If 16 bytes per weight are there, 12 that stay and 4 for the gradient, try all weights: here they won. Else LoRA on all linear layers, at a rate from a sweep, with logits of the answers only. QLoRA where the 16-bit weights do not fit; its price on your weights is the line *LoRA → QLoRA*, run on them. Packing where lengths are unequal.
-#
-# | recipe | why it has no section | where it helps |
-# |---|---|---|
-# | 8-bit states, checkpointing, accumulation | few states, short rows | all weights, long rows: notebooks [01](../notebooks/01_large_models_limited_hardware.ipynb) and [04](../notebooks/04_training_long_sequences.ipynb) |
-# | DoRA, rsLoRA | other forms of the same correction | compared in PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison) |
+# So a free T4 trains an 8B model by QLoRA alone, with checkpointing and the loss in chunks, in fp16. A card of 24 GiB does it by LoRA, too. For your model and card: `python -m recipes_lib doctor --model NAME --dtype bf16 --card T4 --batch-size 4 --seq-len 2048`.
 #
 # ## Your own data
 #
-# A file has one pair in each line. What is too long is left out and never cut, for a cut answer teaches to stop anywhere. Hold out by *source*, such as a customer or a document: rows of one source are alike. Look at what is learned before you train:
-
-# %%
-lines_of_mine = [
-    {"prompt": "Ticket: the app is slow.", "completion": "performance"},
-    {"prompt": "Ticket: I cannot log in.", "completion": "account"},
-]
-mine_file = folder / "mine.jsonl"
-mine_file.write_text("\n".join(json.dumps(pair) for pair in lines_of_mine))
-mine_pairs = list(load_pairs(dataset=str(mine_file)))
-mine_rows = list(load_instructions(tokenizer, dataset=mine_pairs, max_tokens=512))
-check_labels(mine_rows, tokenizer)
-print(f"{len(mine_pairs)} pairs, {len(mine_pairs) - len(mine_rows)} are too long")
-for row in mine_rows:
-    learned_ids = [label for label in row["labels"] if label != IGNORED]
-    print("learned:", repr(tokenizer.decode(learned_ids)))
-
-# %% [markdown]
-# ## Take this home
+# `load_dataset("json", data_files="pairs.jsonl")` reads a file with one pair in each line. Leave out what is longer than `max_length`: a cut answer teaches to stop anywhere. Hold out by *source*, such as a customer or a document: rows of one source are alike. And look at three rows as tokens, as the cell with ⟦ and ⟧ does.
 #
-# These lines use functions from above; the file that stands alone is [scripts/finetune.py](../scripts/finetune.py). *Better* after a few steps is mostly the form of the answer: count right answers before you ship.
-
-# %%
-name = folder / "base"  # or a hub id: "HuggingFaceTB/SmolLM2-135M-Instruct"
-mine = AutoModelForCausalLM.from_pretrained(name, dtype=half).to(here.device)
-config = LoraConfig(r=16, lora_alpha=32, **on_all)
-mine = get_peft_model(mine, config)
-rows = train_rows[:16]  # or mine_rows, some hundreds of them
-parts = [batch_of(rows[start : start + 4]) for start in range(0, len(rows), 4)]
-first = losses_of(mine, held_out)
-for loss in train(mine, parts, best_rate["LoRA"], answer_loss):
-    print(f"loss {loss:.3f}")
-print(compare(first, losses_of(mine, held_out)))
-mine.save_pretrained(folder / "mine")  # recipe 9 loads such a folder, and asks
-del mine
-
-# %% [markdown]
-# The whole of it as one file, with dtype and device of your card, packed rows, checkpoints and the score: [scripts/finetune.py](../scripts/finetune.py). Its first lines say which number it reaches. The switches of the libraries stand side by side in the [cheatsheet](../CHEATSHEET.md).
+# ## When to use what
+#
+# If 16 bytes per weight are there, 12 that stay and 4 for the gradient, full fine-tuning learns most from few pairs. Else LoRA on all linear layers at 2e-4, with logits of the answers only. With more pairs it gets as far. QLoRA where the 16-bit weights do not fit. Packing where lengths are unequal. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)).
+#
+# Not here: 8-bit states, checkpointing and accumulation, which help with all weights and long rows ([01](../notebooks/01_large_models_limited_hardware.ipynb), [04](../notebooks/04_training_long_sequences.ipynb)); DoRA and rsLoRA, other forms of the same correction, which PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison) compares. The switches of the libraries stand side by side in the [cheatsheet](../CHEATSHEET.md).
 #
 # ## Exercises
 #
 # 1. How many held-out sentences would show a difference of 0.01 nats between full fine-tuning and LoRA?
 # 2. How many bytes stay between two steps for a model of 7 billion weights: with all weights, with LoRA of 40 million numbers, with QLoRA?
-# 3. Let the model learn the questions, too (`labels` = `input_ids`). Are fewer answers right?
+# 3. QLoRA saw half of the pairs that LoRA saw in its last run. Does it gain as much from the other half?
 #
 # <details><summary>Solutions</summary>
 #
-# 1. `rows_needed(after["LoRA"].losses - after["full fine-tuning"].losses, difference=0.01)` of honest_evaluation.py; the last cell prints it. Take at least thirty: with fewer the interval itself is too narrow.
+# 1. `rows_needed(after["LoRA"].losses - after["full fine-tuning"].losses, difference=0.01)`; the last cell prints it, and never less than thirty.
 # 2. By the equation, in 10⁹ bytes: 12 · 7 = 84; 2 · 7 + 12 · 0.04 = 14.5; 0.52 · 7 + 12 · 0.04 = 4.1, and more for the embedding, which stays in 16 bits.
-# 3. `check_labels` refuses such rows. Train on them without the check, then call `examine` and `compare`: the interval decides.
+# 3. Add `"QLoRA, 1e-3, 2 × the pairs": (with_qlora, twice_the_pairs, 1e-3)` to `ways`. It gains if the interval of `plain_paired_bootstrap` on the two `right` lies above zero.
 #
 # </details>
 #
@@ -1158,34 +1125,31 @@ del mine
 # - Shi et al., *Instruction Tuning With Loss Over Instructions*, [2405.14394](https://arxiv.org/abs/2405.14394)
 # - Krell et al., *Efficient Sequence Packing without Cross-contamination*, [2107.02027](https://arxiv.org/abs/2107.02027)
 #
-# The last cell checks the claims above on this machine: orderings, and what has to be equal.
+# The last cell keeps the numbers and checks the claims above on this machine.
 
 # %%
 from recipes_lib.core.measure.machine import fast
 from recipes_lib.fine_tuning.honest_evaluation import rows_needed
 
 difference = after["LoRA"].losses - after["full fine-tuning"].losses
-print(f"exercise 1: {rows_needed(difference, difference=0.01)} sentences")
+print(f"exercise 1: {max(30, rows_needed(difference, difference=0.01))} sentences")
 exact = all(killed[step] == resumed[step] for step in killed.keys() & resumed.keys())
 gain = compare(before.losses, after["LoRA"].losses)
-learned = dict(
-    steps=sizes.steps,
-    held_out=sizes.held_out,
-    few_shot=int(prompted.sum()),
-    right_before=int(before.right.sum()),
-    right={name: int(found.right.sum()) for name, found in after.items()},
-    before=before.losses.mean,
-    losses={name: found.losses.mean for name, found in after.items()},
-)
 ladder.note(
     targets=targets,
-    learned=learned,
+    learned=dict(
+        steps=sizes.steps,
+        held_out=sizes.held_out,
+        few_shot=int(prompted.sum()),
+        right_before=int(before.right.sum()),
+        right={name: int(found.right.sum()) for name, found in after.items()},
+        before=before.losses.mean,
+        losses={name: found.losses.mean for name, found in after.items()},
+    ),
     verdict=vars(gain),
-    paired={look: vars(change) for look, change in paired.items()},
-    best_rate=best_rate,
+    learning_rates={name: rate for name, (_, _, rate) in ways.items()},
     forgotten=forgotten,
     useful=useful,
-    moved=changed,
     exact=exact,
     silent=silent,
     merged={name: vars(change) for name, change in merged.items()},
@@ -1194,16 +1158,11 @@ ladder.note(
 assert all(abs(row.prediction_error) < 0.005 for row in ladder.rows), "predicted"
 assert abs(together / alone.mean - 1) < 1e-4, "packing is exact"
 assert apart < 0.05, "the same training in TRL"
-# A GPU adds in another order from run to run.
 assert exact or here.device == "cuda", "the resumed run is the one that was killed"
-assert {3, 4} <= killed.keys() & resumed.keys(), "steps that both have taken"
 assert silent["experts"] == 0 < silent["vision tower"], "what all-linear trains"
-assert meant["vision tower"] == 0 < meant["experts"], "what was meant"
 if not fast():  # random weights learn nothing in so few steps
     peaks = [row.peak_bytes for row in ladder.rows]
     assert peaks == sorted(peaks, reverse=True), "each recipe takes less memory"
     assert leaking < alone.mean, "the leak looks better"
-    assert changed["weights in bf16"] < changed["weights in fp32"]
     assert all(found.right.sum() > before.right.sum() for found in after.values())
-    assert gain.high < 0, "better, beyond chance"
 print("all checks passed")
