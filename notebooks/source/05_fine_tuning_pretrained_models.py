@@ -27,7 +27,7 @@
 # |---|---|
 # | **You will learn** | to choose what trains, at which learning rate, in how many bits; to prove that the model got better; to save what you have proven |
 # | **You need** | Python, the basics of PyTorch; no GPU, no login |
-# | **Time to run** | about ten minutes on two CPU cores |
+# | **Time to run** | about eleven minutes on two CPU cores |
 # | **Time to read** | half an hour |
 # | **Hardware that has run this** | two CPU cores; no GPU yet |
 
@@ -285,13 +285,13 @@ from recipes_lib.fine_tuning.lora import lora_parameters
 shapes = load_model(sizes.model)
 weights = shapes.num_parameters()
 in_blocks = sum(weight.numel() for weight in decoder_blocks(shapes).parameters())
-adapters = lora_parameters(shapes, rank=16)
+in_adapters = lora_parameters(shapes, rank=16)
 kept = {
     "full fine-tuning": (4 + 8) * weights,
-    "LoRA": 2 * weights + (4 + 8) * adapters,
-    "QLoRA": 0.52 * in_blocks + 2 * (weights - in_blocks) + (4 + 8) * adapters,
+    "LoRA": 2 * weights + (4 + 8) * in_adapters,
+    "QLoRA": 0.52 * in_blocks + 2 * (weights - in_blocks) + (4 + 8) * in_adapters,
 }
-print(f"{weights:,} weights, {in_blocks:,} of them in blocks; adapters {adapters:,}")
+print(f"{weights:,} weights, {in_blocks:,} of them in blocks; adapters {in_adapters:,}")
 for name, size in kept.items():
     print(f"{name:<18}{size / 2**20:7,.0f} MiB stay between two steps")
 table_of_logits = 4 * tokens * shapes.config.vocab_size
@@ -428,9 +428,13 @@ from recipes_lib.fine_tuning.lora import plain_lora
 show(plain_lora)
 
 
-def with_adapters(model, rank=16):
-    on_all = dict(target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=32, **on_all))
+def adapters():
+    linear = dict(target_modules="all-linear", task_type="CAUSAL_LM")
+    return LoraConfig(r=16, lora_alpha=32, **linear)
+
+
+def with_adapters(model):
+    return get_peft_model(model, adapters())
 
 
 def with_lora():
@@ -588,6 +592,8 @@ print(f"logits of the answers only take {saved:.0%} off QLoRA's peak")
 
 # %%
 ladder.take_turns(sizes.rounds)
+errors = [abs(row.prediction_error) for row in ladder.rows]
+print(f"predictions are off by {max(errors):.2%} at most")
 ladder
 
 # %%
@@ -604,8 +610,8 @@ ladder.chart()
 ways = {
     "full fine-tuning": (base, batches, 2e-4),
     "LoRA": (with_lora, batches, 2e-4),
-    "LoRA, 1e-3": (with_lora, batches, 1e-3),
-    "LoRA, 1e-3, 2 × the pairs": (with_lora, twice_the_pairs, 1e-3),
+    "LoRA, larger rate": (with_lora, batches, 1e-3),
+    "LoRA, more pairs": (with_lora, twice_the_pairs, 1e-3),
     "QLoRA": (with_qlora, batches, 2e-4),
 }
 after = {}
@@ -627,20 +633,28 @@ from IPython.display import display
 from recipes_lib.report.style import mib
 
 count = len(wanted)
-table = f"""| way | peak | time | right of {count} (interval) | held-out loss | other text |
-|---|--:|--:|--:|--:|--:|
-| three examples | | | {prompted.sum():.0f} | | |
-"""
+
+
+def row_of(name):
+    """In the ladder: neither the rate nor the pairs change the compared step."""
+    return ladder[name.split(",")[0]]
+
+
+table = (
+    f"| way | rate | pairs | peak | time | right of {count} (interval) "
+    "| held-out loss | other text |\n|---|--:|--:|--:|--:|--:|--:|--:|\n"
+    f"| three examples | | | | | {prompted.sum():.0f} | | |\n"
+)
 losses = {"before": before.losses.mean, "in four bits, untrained": untrained.mean}
 for name, loss in losses.items():
-    table += f"| {name} | | | | {loss:.3f} | {forgotten[name]:.1f} |\n"
+    table += f"| {name} | | | | | | {loss:.3f} | {forgotten[name]:.1f} |\n"
 for name, found in after.items():
-    row = ladder[
-        name.split(",")[0]
-    ]  # neither the rate nor the pairs change the compared step
+    _, data, rate = ways[name]
+    seen = sum(len(batch["labels"]) for batch in data)
     low, high = wilson(found.right.sum().item(), count)
     table += (
-        f"| {name} | {mib(row.peak_bytes)} | {row.ratio:.2f}× "
+        f"| {name} | {rate:.0e} | {seen} "
+        f"| {mib(row_of(name).peak_bytes)} | {row_of(name).ratio:.2f}× "
         f"| {found.right.sum():.0f} ({count * low:.0f} to {count * high:.0f}) "
         f"| {found.losses.mean:.3f} | {found.perplexity:.1f} |\n"
     )
@@ -650,30 +664,35 @@ display({"text/markdown": table, "text/plain": table}, raw=True)
 # Peak and time are those of a step with all logits. Differences on the same sentences say what is more than chance:
 
 # %%
+after["before training"] = before
 looks = {
+    "before training → LoRA": ("before training", "LoRA"),
     "full → LoRA": ("full fine-tuning", "LoRA"),
-    "LoRA → 1e-3": ("LoRA", "LoRA, 1e-3"),
-    "LoRA, 1e-3 → 2 × the pairs": ("LoRA, 1e-3", "LoRA, 1e-3, 2 × the pairs"),
+    "LoRA → larger rate": ("LoRA", "LoRA, larger rate"),
+    "larger rate → more pairs": ("LoRA, larger rate", "LoRA, more pairs"),
+    "full → LoRA, more pairs": ("full fine-tuning", "LoRA, more pairs"),
     "LoRA → QLoRA": ("LoRA", "QLoRA"),
 }
+changes = {}
 ones = torch.ones(count)
 for look, (first, second) in looks.items():
-    loss = compare(after[first].losses, after[second].losses)
+    changes[look] = compare(after[first].losses, after[second].losses)
     low, high = plain_paired_bootstrap(after[first].right, after[second].right, ones)
     points = 100 * (after[second].right - after[first].right).mean()
-    print(f"{look}: loss {loss}")
-    print(f"    right: {points:+.0f} points ({100 * low:+.0f} to {100 * high:+.0f})")
+    print(f"{look}: right {points:+.0f} points ({100 * low:+.0f} to {100 * high:+.0f})")
+    print(f"    loss {changes[look]}")
+del after["before training"]
 
 # %%
 from recipes_lib.report.figure import new_figure
 from recipes_lib.report.style import INK, RECIPE
 
-places = {name: ladder[name.split(",")[0]].peak_bytes / 2**20 for name in after}
-full, more_pairs = "full fine-tuning", "LoRA, 1e-3, 2 × the pairs"
+places = {name: row_of(name).peak_bytes / 2**20 for name in after}
+full, more_pairs = "full fine-tuning", "LoRA, more pairs"
 figure, axes = new_figure(
     f"{after[more_pairs].right.sum():.0f} of {count} right by {more_pairs}, "
-    f"{after[full].right.sum():.0f} by {full}, in {places[more_pairs] / places[full]:.0%} "
-    "of its memory",
+    f"{after[full].right.sum():.0f} by {full}: the first takes "
+    f"{places[more_pairs] / places[full]:.0%} of the memory",
     height=3.6,
     source="one seed; lines are 95 % intervals over the sentences",
 )
@@ -727,10 +746,7 @@ def parts_right(answers):
 
 for name, found in after.items():
     parts = parts_right(found.answers)
-    words = ", ".join(
-        f"{part} {count_of_part}" for part, count_of_part in parts.items()
-    )
-    print(f"{name:<20}{words}")
+    print(f"{name:<20}", *(f"{part} {right};" for part, right in parts.items()))
 
 print("\nLoRA, the first answer that is right and the first that is not:")
 for is_right in (1, 0):
@@ -987,9 +1003,7 @@ trainer = SFTTrainer(
     args=settings,
     train_dataset=Dataset.from_list([as_messages(pair) for pair in some_pairs]),
     eval_dataset=Dataset.from_list([as_messages(pair) for pair in to_watch]),
-    peft_config=LoraConfig(
-        r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
-    ),
+    peft_config=adapters(),  # the LoraConfig of recipe 2
     # quantization_config=in_four_bits,  # this line makes it QLoRA, on a GPU
 )
 
@@ -1010,9 +1024,8 @@ history = trainer.state.log_history
 their_losses = [entry["loss"] for entry in history if "loss" in entry][:4]
 apart = max(abs(a - b) for a, b in zip(their_losses, our_losses))
 print("TRL      ", *(f"{loss:.3f}" for loss in their_losses))
-print(
-    "our loop ", *(f"{loss:.3f}" for loss in our_losses), f"  {apart:.3f} apart at most"
-)
+print("our loop ", *(f"{loss:.3f}" for loss in our_losses))
+print(f"they are {apart:.3f} apart at most")
 for entry in history:
     if "eval_loss" in entry:
         print(f"step {entry['step']}: held-out loss {entry['eval_loss']:.3f}")
@@ -1038,12 +1051,7 @@ asked = reader.apply_chat_template(
 written = mine.generate(**asked, max_new_tokens=40, do_sample=False)
 answer = written[0, asked["input_ids"].shape[1] :]
 print(questions[0]["prompt"])
-print(
-    reader.decode(answer, skip_special_tokens=True),
-    "after",
-    sizes.script_steps,
-    "steps",
-)
+print(reader.decode(answer, skip_special_tokens=True))
 del mine
 
 # %% [markdown]
@@ -1107,13 +1115,13 @@ for card in ("T4", "RTX 4090"):
 #
 # 1. How many held-out sentences would show a difference of 0.01 nats between full fine-tuning and LoRA?
 # 2. How many bytes stay between two steps for a model of 7 billion weights: with all weights, with LoRA of 40 million numbers, with QLoRA?
-# 3. QLoRA saw half of the pairs that LoRA saw in its last run. Does it gain as much from the other half?
+# 3. How many numbers train at rank 4 and at rank 64, and how many MiB has the adapter's file?
 #
 # <details><summary>Solutions</summary>
 #
 # 1. `rows_needed(after["LoRA"].losses - after["full fine-tuning"].losses, difference=0.01)`; the last cell prints it, and never less than thirty.
 # 2. By the equation, in 10⁹ bytes: 12 · 7 = 84; 2 · 7 + 12 · 0.04 = 14.5; 0.52 · 7 + 12 · 0.04 = 4.1, and more for the embedding, which stays in 16 bits.
-# 3. Add `"QLoRA, 1e-3, 2 × the pairs": (with_qlora, twice_the_pairs, 1e-3)` to `ways`. It gains if the interval of `plain_paired_bootstrap` on the two `right` lies above zero.
+# 3. They grow as the rank does: a quarter and four times of the 4,884,480 at rank 16. With 4 bytes each the files have about 5 and 75 MiB.
 #
 # </details>
 #
@@ -1134,7 +1142,6 @@ from recipes_lib.fine_tuning.honest_evaluation import rows_needed
 difference = after["LoRA"].losses - after["full fine-tuning"].losses
 print(f"exercise 1: {max(30, rows_needed(difference, difference=0.01))} sentences")
 exact = all(killed[step] == resumed[step] for step in killed.keys() & resumed.keys())
-gain = compare(before.losses, after["LoRA"].losses)
 ladder.note(
     targets=targets,
     learned=dict(
@@ -1146,7 +1153,7 @@ ladder.note(
         before=before.losses.mean,
         losses={name: found.losses.mean for name, found in after.items()},
     ),
-    verdict=vars(gain),
+    verdict=vars(changes["before training → LoRA"]),
     learning_rates={name: rate for name, (_, _, rate) in ways.items()},
     forgotten=forgotten,
     useful=useful,
@@ -1155,7 +1162,7 @@ ladder.note(
     merged={name: vars(change) for name, change in merged.items()},
     trl={"difference": apart},
 )
-assert all(abs(row.prediction_error) < 0.005 for row in ladder.rows), "predicted"
+assert max(errors) < 0.005, "predicted"
 assert abs(together / alone.mean - 1) < 1e-4, "packing is exact"
 assert apart < 0.05, "the same training in TRL"
 assert exact or here.device == "cuda", "the resumed run is the one that was killed"
