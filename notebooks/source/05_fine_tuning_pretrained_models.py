@@ -21,34 +21,20 @@
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# A pretrained model knows a language, and not your task. This notebook teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways, with one loop. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. Each time the questions are: how much memory, how much time, and how many answers are right on sentences that the model has never seen?
+# A pretrained model knows a language, and not your task. This notebook teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways, with one loop. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. How much memory and time does each take, and how many answers are right on new sentences?
 #
 # | | |
 # |---|---|
-# | **You will learn** | to choose what trains, at which learning rate, in how many bits; to prove that the model got better; to save what you have proven |
+# | **You will learn** | to choose what trains, at which rate, in how many bits; to prove that the model got better; to ship what you have proven |
 # | **You need** | Python, the basics of PyTorch; no GPU, no login |
 # | **Time to run** | about eleven minutes on two CPU cores |
 # | **Time to read** | half an hour |
 # | **Hardware that has run this** | two CPU cores; no GPU yet |
 
 # %% [markdown]
-# ## The map
-#
-# | | recipe | its question |
-# |---|---|---|
-# | 1 | held-out loss and right answers, with intervals | is it better, or is it luck? |
-# | 2 | LoRA | which weights train? |
-# | 3 | QLoRA | in how many bits are the others? |
-# | 4 | logits of the answers only | what fills the rest? |
-# | 5 | the run | which rate, how many pairs, and where does it fail? |
-# | 6 | experts and images | what does LoRA leave out? |
-# | 7 | packing | how much is padding? |
-# | 8 | save, merge, deploy | is it still the model that was judged? |
-# | 9 | a script with TRL | what do I run tomorrow, and on which card? |
-#
 # ## Setup
 #
-# Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking.
+# Where the package is missing, as on Colab, this cell fetches it.
 
 # %%
 import importlib.util
@@ -85,7 +71,7 @@ print(here)
 print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
 
 # %% [markdown]
-# All sizes stand in one cell. For a model of your own write its hub id or its folder in the place of `smollm2`.
+# For a model of your own write its hub id or its folder in the place of `smollm2`.
 
 # %%
 cpu = dict(
@@ -113,9 +99,9 @@ sizes
 # %% [markdown]
 # ## The task, and what is learned of it
 #
-# A program makes the task, so an answer is right or wrong. The clock has 288 times of five minutes. A fifth of them stands in held-out sentences only, with four things to do that no training sentence has. So no answer can be remembered whole. But the forms of the sentences are the same, so the intervals below are too narrow for other forms.
+# A program makes the task, so an answer is right or wrong. The clock has 288 times of five minutes. A fifth of them stands in held-out sentences only, with four things to do that no training sentence has. So no answer can be remembered whole. But the forms of the sentences are the same.
 #
-# Who looks at held-out sentences while training cannot let them judge. So one part of them is for looking, and another part gives the verdicts.
+# One part of the held-out sentences is for looking while we work, and another part gives the verdicts.
 
 # %%
 import gc
@@ -184,11 +170,11 @@ targets = check_labels(train_rows, tokenizer)
 print(f"right: {targets:.0%} of the tokens carry loss")
 
 # %% [markdown]
-# **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`: only the completion is learned, by default. Rows of `messages` need `assistant_only_loss=True` and a chat template with `{% generation %}` marks; TRL adds the marks to templates that it knows, and to no other. In Unsloth it is `train_on_responses_only`. To look without this repository, print `tokenizer.decode([label for label in labels if label != -100])` of three rows. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al.).
+# **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`: only the completion is learned, by default. Rows of `messages` need `assistant_only_loss=True` and a chat template with `{% generation %}` marks; TRL adds the marks to templates that it knows, and to no other. In Unsloth it is `train_on_responses_only`. To look without this repository, decode the labels of three rows that are not -100. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al.).
 #
 # ## Baseline: the loop
 #
-# This is all of the training, for every run below. A recipe changes what goes in: the model, the batches, the rate or the loss. `autocast` rounds the inputs of the matrix products to 16 bits. The scaler is for fp16 alone, where small gradients would become zero.
+# This is all of the training. A recipe changes what goes in: the model, the batches, the rate or the loss. `autocast` rounds the inputs of the matrix products to 16 bits. The scaler is for fp16 alone, where small gradients would become zero.
 
 # %%
 from transformers import get_cosine_schedule_with_warmup
@@ -236,7 +222,7 @@ def train(model, batches, rate, loss_of=own_loss):
 
 
 # %% [markdown]
-# A run sees each row once. More turns through the rows, *epochs*, are for small data: stop where the held-out loss rises. For gradient accumulation, call backward for several batches before the weights change, and divide each sum of losses by the answers' tokens of all of them ([notebook 01](../notebooks/01_large_models_limited_hardware.ipynb)).
+# A run sees each row once. More turns, *epochs*, are for small data: stop where the held-out loss rises. For gradient accumulation, call backward for several batches before `scaler.step`, and divide each sum of losses by the answers' tokens of all of them ([notebook 01](../notebooks/01_large_models_limited_hardware.ipynb)).
 
 # %%
 gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
@@ -301,7 +287,7 @@ del shapes
 # %% [markdown]
 # ## 1. Is it better, or is it luck?
 #
-# **What happens.** Two numbers judge a model. The *held-out loss* is in nats per token of the answers. The score is the number of answers that are right to the letter. Other sentences would give other numbers, so each has an interval. For the loss we draw as many sentences as we have out of ours, with replacement, 2,000 times; the middle 95 % of the means are the interval. For a share of right answers Wilson's formula gives the interval, and it holds for 0 % and 100 %, too.
+# **What happens.** Two numbers judge a model. The *held-out loss* is in nats per token of the answers. The score is the number of answers that are right to the letter. Other sentences would give other numbers, so each has an interval. For the loss we draw as many sentences as we have, with replacement, 2,000 times; the middle 95 % of the means are the interval. For a share of right answers it is Wilson's formula, which holds for 0 % and 100 %, too.
 #
 # To compare two models, draw the differences on the *same* sentences: what makes a sentence hard for both is then gone.
 
@@ -326,7 +312,7 @@ def wilson(right, count, z=1.96):
 
 
 # %% [markdown]
-# An examination writes the answers and looks at the losses. A model that learns a task can forget what it knew. So it is also asked how well it predicts other text, the source code of Python, as *perplexity*: e to the loss per token, which says among how many tokens the model hesitates.
+# A model that learns a task can forget what it knew. So an examination also asks how well it predicts other text, the source code of Python, as *perplexity*: e to the loss per token, which says among how many tokens the model hesitates.
 
 # %%
 import math
@@ -407,7 +393,7 @@ print(f"one of them: {answers[0]}, wanted: {wanted[0]}")
 del model
 
 # %% [markdown]
-# For a model this small, examples are a weak opponent: ask a large one before you train it. **When not:** with fewer than about thirty sentences the interval of the loss is too narrow. No interval covers another seed of the training, nor sentences that this program would not make. Your users write other forms: hold out a form, too.
+# For a model this small, examples are a weak opponent: ask a large one before you train it. **When not:** with fewer than about thirty sentences the interval of the loss is too narrow. No interval covers another seed of the training, nor other forms of sentence: hold out a form, too.
 #
 # ## 2. LoRA: train a small correction
 #
@@ -418,7 +404,7 @@ del model
 #     '-- A -- r -- B-'             A  [r, in],  B  [out, r]  train
 # ```
 #
-# *B* begins as zero, so training begins at the pretrained model. The *rank* r is the width of the correction; more of it can learn more facts, and 16 is plenty for a task like this. *Alpha* scales the correction by alpha / r. Twice the rank is the usual choice, and a fixed choice leaves one thing to look for, the learning rate.
+# *B* begins as zero, so training begins at the pretrained model. The *rank* r is the width of the correction: how much it can learn. *Alpha* scales it by alpha / r. 16 and 32 are usual; who leaves them alone has one thing to look for, the learning rate.
 
 # %%
 from peft import LoraConfig, get_peft_model
@@ -454,9 +440,9 @@ print("a layer of peft and the plain lines: equal")
 del adapted, layer
 
 # %% [markdown]
-# `LoraConfig` and `get_peft_model` are the lines that you will write tomorrow. `apply_lora` of this repository calls both, and refuses layers that an adapter would not reach (recipe 6).
+# `LoraConfig` and `get_peft_model` are the lines that you will write tomorrow. `apply_lora` of this repository calls both, and refuses layers that an adapter would not reach.
 #
-# The results go into a table, the *ladder*. `climb` predicts the bytes of a step from tensors that have a shape and no numbers, and then measures a real step. The learning rate of these steps is zero, so *loss* is that of the model before training. **Guess first.** By how much does LoRA lower the peak?
+# `climb` predicts the bytes of a step from tensors that have a shape and no numbers, then measures a real step, and adds a row to a table, the *ladder*. The rate of these steps is zero, so *loss* is that of the model before training. **Guess first.** By how much does LoRA lower the peak?
 
 # %%
 from functools import partial
@@ -483,7 +469,7 @@ climb("full fine-tuning", base)
 climb("LoRA", with_lora)
 
 # %% [markdown]
-# The states and the gradients of the frozen weights are gone, and most of what is left is weights, activations and logits. The loss differs from the first row's although *B* is zero, because the base is in 16 bits here and in 32 there.
+# The states and the gradients of the frozen weights are gone; weights, activations and logits are left. The loss differs although *B* is zero, because the base is in 16 bits here and in 32 there.
 #
 # ## 3. QLoRA: the frozen weights in four bits
 #
@@ -559,7 +545,7 @@ climb("QLoRA", with_qlora)
 #
 # ## 4. Logits of the answers only
 #
-# **What happens.** Now that weights and states are small, the logits are large, and most of them belong to tokens without a label. So ask for logits only at the places where some row of the batch has a label. The change to the loop is another `loss_of`. **Guess first.** About a third of the tokens carry loss. How much of the peak goes?
+# **What happens.** Now the logits are large, and most of them belong to tokens without a label. So ask for logits only at the places where some row of the batch has a label. **Guess first.** About a third of the tokens carry loss. How much of the peak goes?
 
 # %%
 from torch.nn.functional import cross_entropy
@@ -600,7 +586,7 @@ ladder
 ladder.chart()
 
 # %% [markdown]
-# A step of LoRA needs the smaller share of operations that the equation gives, and a little time for its adapters. QLoRA unpacks all weights in each step, however few the rows are. With more rows and on a large model both weigh less. Where a range of times holds 1.00, three turns cannot show a gain.
+# Adapters take time of their own, and QLoRA unpacks all weights in each step, however few the rows are. With more rows and on a large model both weigh less. Where a range of times holds 1.00, three turns cannot show a gain.
 #
 # ## 5. The run: does the model learn the task?
 #
@@ -816,7 +802,7 @@ with torch.device("meta"):
 #          c . . .
 # ```
 #
-# Reminders have nearly one length, so the data here are functions of Python's standard library with their docstrings. **Guess first.** What happens to the loss if the positions are forgotten?
+# Reminders have nearly one length, so the data here are functions of Python with their docstrings. **Guess first.** What happens to the loss if the positions are forgotten?
 
 # %%
 from recipes_lib.training.sequence_packing import (
@@ -889,7 +875,7 @@ del model, turns
 #
 # **What happens.** An adapter belongs to one base. `PeftModel.from_pretrained` only compares shapes, so it takes any base of the same shape. `save_adapter` keeps a fingerprint of the base beside peft's files, and `load_adapter` refuses any other model. A merge adds B A to W, so that nothing of LoRA is left to slow an answer.
 #
-# First the adapter as its user meets it: from its folder, by peft alone, with two new sentences. No training sentence has the form of the second one.
+# First the adapter as its user meets it: from its folder, by peft alone, with two new sentences, the second in a new form.
 
 # %%
 from peft import PeftModel
@@ -1055,9 +1041,9 @@ print(reader.decode(answer, skip_special_tokens=True))
 del mine
 
 # %% [markdown]
-# The file that stands alone, with packed rows, checkpoints and the score, is [scripts/finetune.py](../scripts/finetune.py). With more pairs in a step than the run above it gets more answers right: its first lines say how many.
+# [scripts/finetune.py](../scripts/finetune.py) is one file with our recipes: packed rows, checkpoints and the score. Its first lines say which number it reaches.
 #
-# Without code there is a command. It checks a file of pairs, holds out every tenth, and says at its end whether their loss has fallen. Here the process is killed between two checkpoints, as by the out-of-memory killer, and a second one goes on.
+# Without code there is a command. It checks a file of pairs, holds out every tenth, and says at its end whether their loss has fallen. Here the process is killed between two checkpoints, and a second one goes on.
 
 # %%
 from recipes_lib.workflows.finetune import command
