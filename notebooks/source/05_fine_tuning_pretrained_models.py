@@ -673,11 +673,13 @@ del after["before training"]
 from recipes_lib.report.figure import new_figure
 from recipes_lib.report.style import INK, RECIPE
 
+at_left = {"QLoRA": {"ha": "right", "xytext": (-7, 3)}}
+at_right = {"ha": "left", "xytext": (7, 3)}
 places = {name: row_of(name).peak_bytes / 2**20 for name in after}
 full, more_pairs = "full fine-tuning", "LoRA, more pairs"
 figure, axes = new_figure(
-    f"{after[more_pairs].right.sum():.0f} of {count} right by {more_pairs}, "
-    f"{after[full].right.sum():.0f} by {full}: the first takes "
+    f"LoRA on more pairs gets {after[more_pairs].right.sum():.0f} of {count} right, "
+    f"full fine-tuning {after[full].right.sum():.0f}: the first takes "
     f"{places[more_pairs] / places[full]:.0%} of the memory",
     height=3.6,
     source="one seed; lines are 95 % intervals over the sentences",
@@ -688,7 +690,8 @@ for name in (full, more_pairs, "LoRA", "QLoRA"):
     low, high = wilson(right.sum().item(), count)
     axes.plot([place, place], [count * low, count * high], color=INK)
     axes.plot(place, right.sum(), "o", color=RECIPE)
-    axes.annotate(name, (place, right.sum()), xytext=(7, 3), textcoords="offset points")
+    side = at_left.get(name, at_right)
+    axes.annotate(name, (place, right.sum()), textcoords="offset points", **side)
 axes.margins(x=0.25, y=0.15)
 axes.set(xlabel="peak memory of a step, MiB", ylabel=f"right answers of {count}")
 figure
@@ -747,7 +750,7 @@ for is_right in (1, 0):
 #
 # ## 6. What LoRA leaves untrained, in silence
 #
-# **What happens.** Qwen3-VL-MoE reads images with a *vision tower*, and each block of its language model has many MLPs, the *experts*. transformers 5 stores the experts of a block in two large tensors, which are no linear layers. On the device "meta" a model has shapes and no numbers, so the real one fits here. **Guess first.** `target_modules="all-linear"`: what does it train?
+# **What happens.** Qwen3-VL-MoE reads images with a *vision tower*, and each block of its language model has many MLPs, the *experts*. transformers 5 stores the experts of a block in two large tensors, which are no linear layers. On the device "meta" a model has shapes and no numbers, so a large one fits here. **Guess first.** `target_modules="all-linear"`: what does it train?
 
 # %%
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
