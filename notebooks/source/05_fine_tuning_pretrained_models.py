@@ -256,9 +256,9 @@ def base(dtype=torch.float32):
 #
 # $$\text{bytes} = b \cdot \text{frozen} + (4 + 8) \cdot \text{trained} + \max(\text{activations} + \text{logits},\ 4 \cdot \text{trained})$$
 #
-# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward. *Logits* are 4 bytes per token and word of the vocabulary, and the loss needs that table about three times. Activations and logits go while the gradients arrive, so the peak has one or the other. A model that shares its embedding with its output holds two more gradients of it for a moment.
+# Here *b* is the size of a frozen weight: 2 in 16 bits, 0.52 in four bits with their scales. *Activations* are what forward keeps for backward, and are measured below. *Logits* are 4 bytes per token and word of the vocabulary, about three times. Both go while the gradients arrive, so the peak has one or the other. A model that shares its embedding with its output holds two more gradients of it for a moment.
 #
-# A trained weight costs six operations per token: two in forward, two for the gradient of its input, two for its own. A frozen one costs four. Padding costs as much as text.
+# A trained weight costs six operations per token: two in forward, two for the gradient of its input, two for its own. A frozen one costs four.
 #
 # $$\text{operations} = (4 \cdot \text{frozen} + 6 \cdot \text{trained}) \cdot \text{tokens, with padding}$$
 #
@@ -572,7 +572,7 @@ saved = 1 - ladder["everything combined"].peak_bytes / ladder["QLoRA"].peak_byte
 print(f"logits of the answers only take {saved:.0%} off QLoRA's peak")
 
 # %% [markdown]
-# Less than two thirds, for two reasons. A place is kept if any of the rows has a label there, and answers begin at different places. And the weights and the activations of the blocks stay. **The line you will write tomorrow:** `SFTConfig(loss_type="nll")` of TRL 1.16, its default. On a GPU it drops the tokens without a label, and takes the rest in tiles. `completion_only_loss` of this repository is `answer_loss` with its refusals.
+# 18 % and not two thirds, for two reasons. A place is kept if any of the four rows has a label there, and answers begin at different places. And the weights and the activations of the blocks stay. **The line you will write tomorrow:** `SFTConfig(loss_type="nll")` of TRL 1.16, its default. On a GPU it drops the tokens without a label, and takes the rest in tiles. `completion_only_loss` of this repository is `answer_loss` with its refusals.
 #
 # *Everything combined* is QLoRA with this loss. Now the steps are timed in turns, and each time is that of the fastest turn:
 
@@ -586,7 +586,7 @@ ladder
 ladder.chart()
 
 # %% [markdown]
-# Adapters take time of their own, and QLoRA unpacks all weights in each step, however few the rows are. With more rows and on a large model both weigh less. Where a range of times holds 1.00, three turns cannot show a gain.
+# LoRA takes 0.87 of the time, and not 4/6: adapters take time of their own, which weighs less with more rows and on a large model. QLoRA also unpacks all weights in each step. Where a range of times holds 1.00, three turns cannot show a gain.
 #
 # ## 5. The run: does the model learn the task?
 #
@@ -697,11 +697,13 @@ axes.set(xlabel="peak memory of a step, MiB", ylabel=f"right answers of {count}"
 figure
 
 # %% [markdown]
-# **Read it so.** From as many pairs, full fine-tuning gets more right than LoRA. Five times the rate does not close the gap, and twice the pairs do. The rate decides something else: at the larger one the model forgets more of the other text. So take the usual 2e-4 first, and more pairs before a larger rate.
+# **Read it so.** From 240 pairs full fine-tuning gets 43 answers right, and LoRA 31. Five times the rate gives one more. Twice the pairs give 45, in a third of the memory; full fine-tuning did not get these pairs. So with LoRA look for pairs before you look for a rate, and begin at the usual 2e-4.
 #
-# QLoRA's answers differ from LoRA's by no more than chance. Part of what it forgets is the rounding alone, the line *in four bits, untrained*. These weights had been rounded to four bits before, as the setup cell says, and are rounded in other groups once more: do not read this as the price of four bits for a model that comes in 16.
+# What the rate changes is what is forgotten: 2e-4 leaves the other text at 11.7, and 1e-3 at 14.3. Twice the pairs make it 17.1, so LoRA does not protect what a model knew. If yours must keep other skills, hold out text of them.
 #
-# Loss and score disagree in size: most tokens are form, and one wrong digit makes an answer wrong. Choose by the score where you can. And all of this is one seed, on a small model: *LoRA Without Regret* finds no gap on small data.
+# QLoRA's answers differ from LoRA's by no more than chance. The rounding alone takes the other text from 11.0 to 13.9. But these weights had been rounded to four bits before, and are rounded in other groups once more: this is not the price of four bits for a model that comes in 16.
+#
+# Loss and score disagree in size: most tokens are form, and one wrong digit makes an answer wrong. Choose by the score where you can. All of this is one seed, on a small model; *LoRA Without Regret* finds no gap on small data.
 
 # %% [markdown]
 # ### Where it fails
@@ -746,7 +748,7 @@ for is_right in (1, 0):
         print(f"    wanted {wanted[number]}")
 
 # %% [markdown]
-# Form, day and task are right. What is wrong is the time, and of the times those in the afternoon, where 12 must be added. Such errors ask for more pairs of that kind.
+# The form is always right, and day and task nearly always. What is wrong is the time. LoRA reads 28 of 34 times in the morning, and 3 of 14 in the afternoon, where 12 must be added. With twice the pairs these are 34 and 11. Such errors ask for more pairs of that kind.
 #
 # ## 6. What LoRA leaves untrained, in silence
 #
@@ -793,7 +795,7 @@ with torch.device("meta"):
         print(f"\nours: {reason}")
 
 # %% [markdown]
-# No word of warning from peft: the vision tower has adapters, and the experts, nearly all of the weights, have none. Say what you mean, by name. **When not:** adapt the vision tower only if your images look unlike those of the pretraining.
+# No word of warning from peft: the experts, nearly all of the weights, have no adapters, and the vision tower has. Say what you mean, by name. **When not:** adapt the vision tower only if your images look unlike those of the pretraining.
 #
 # ## 7. Packing: no padding
 #
@@ -872,11 +874,11 @@ for name, times in in_turns(turns, rounds=1 + sizes.rounds).items():
 del model, turns
 
 # %% [markdown]
-# **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Its default strategy cuts what is longer than `max_length`: leave long rows out before. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). A packed batch holds more pairs, so an epoch has fewer steps: look for the learning rate again.
+# Sorting by length gets most of the gain, and its steps are no longer random samples. **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Its default strategy cuts what is longer than `max_length`: leave long rows out before. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). A packed batch holds more pairs, so an epoch has fewer steps: look for the learning rate again.
 #
 # ## 8. Save, merge, deploy
 #
-# **What happens.** An adapter belongs to one base. `PeftModel.from_pretrained` only compares shapes, so it takes any base of the same shape. `save_adapter` keeps a fingerprint of the base beside peft's files, and `load_adapter` refuses any other model. A merge adds B A to W, so that nothing of LoRA is left to slow an answer.
+# **What happens.** An adapter belongs to one base, and `PeftModel.from_pretrained` takes any of the same shape. `save_adapter` keeps a fingerprint of the base beside peft's files, and `load_adapter` refuses another. A merge adds B A to W, so that nothing of LoRA is left to slow an answer.
 #
 # First the adapter as its user meets it: from its folder, by peft alone, with two new sentences, the second in a new form.
 
@@ -906,7 +908,7 @@ for (question, time), answer in zip(new.items(), write(served, list(new))):
 del model, served
 
 # %% [markdown]
-# A wrong time is valid JSON, so no parser catches it. Before a user meets such a model, train on more pairs, or check the answer against the sentence: an hour in the afternoon needs a *pm*.
+# A wrong time is valid JSON, so no parser catches it. Before a user meets such a model, train on more pairs, or check the answer against the sentence: where it says *pm*, the hour is 12 or more.
 #
 # **Guess first.** Is the model still the one that was judged, after a merge, or with QLoRA's adapter on the 16-bit base?
 
@@ -932,13 +934,13 @@ deployed["LoRA, merged"][0].save_pretrained(
 del model, deployed, adapted, on_16_bits
 
 # %% [markdown]
-# The guess: where the interval holds zero, no difference is shown, and that is less than equality. So examine what you deploy, by its answers, too. In another engine rounding may turn a close answer.
+# A merge keeps the model that was judged. QLoRA's adapter on the 16-bit base does not: it learned beside rounded weights, and of 30 right answers 19 are left. The loss alone, 0.017 higher, would hardly have told. So examine what you deploy, by its answers.
 #
 # | your case | deploy |
 # |---|---|
 # | LoRA, one task | the merged model: `model.merge_and_unload()`, which `merge_lora` calls |
 # | LoRA, many tasks on one base | `vllm serve BASE --enable-lora --lora-modules mine=FOLDER` |
-# | QLoRA, 16-bit weights fit when serving | the merged model |
+# | QLoRA, 16-bit weights fit when serving | the merged model, and never the adapter on the 16-bit base |
 # | QLoRA, only four bits fit | the four-bit base with the adapter beside it |
 # | llama.cpp, Ollama | `merged` as saved above, then `python convert_hf_to_gguf.py FOLDER` of llama.cpp |
 #
@@ -1020,7 +1022,7 @@ for entry in history:
         print(f"step {entry['step']}: held-out loss {entry['eval_loss']:.3f}")
 
 # %% [markdown]
-# The same training, and the Trainer has what our loop has not: evaluation while training, checkpoints, callbacks, several GPUs. Then merge, save, and ask, as a user does:
+# The same training, and the Trainer has evaluation on the way, checkpoints, callbacks, several GPUs. Then merge, save, and ask, as a user does:
 
 # %%
 mine = trainer.model.merge_and_unload()
@@ -1044,7 +1046,7 @@ print(reader.decode(answer, skip_special_tokens=True))
 del mine
 
 # %% [markdown]
-# [scripts/finetune.py](../scripts/finetune.py) is one file with our recipes: packed rows, checkpoints and the score. Its first lines say which number it reaches.
+# After ten steps the form is right and the time is not yet. [scripts/finetune.py](../scripts/finetune.py) is one file with our recipes: packed rows, checkpoints and the score. Its first lines say which number it reaches.
 #
 # Without code there is a command. It checks a file of pairs, holds out every tenth, and says at its end whether their loss has fallen. Here the process is killed between two checkpoints, and a second one goes on.
 
@@ -1069,11 +1071,11 @@ print(f"killed   {killed}")
 print(f"resumed  {resumed}")
 
 # %% [markdown]
-# Where both processes took a step, the losses are the same in every digit: weights, states, schedule, place in the data and random state come back. In the Trainer the line is `trainer.train(resume_from_checkpoint=True)`. All options of the command: [docs/finetune.md](../docs/finetune.md).
+# Where both processes took a step, the losses are the same in every digit. In the Trainer the line is `trainer.train(resume_from_checkpoint=True)`. All options of the command: [docs/finetune.md](../docs/finetune.md).
 #
 # ## Which card?
 #
-# The same arithmetic for a model of 8 billion parameters, four rows of 2,048 tokens, with weights and states in 16 bits. These peaks are predicted; no card has run them here.
+# The same arithmetic for 8 billion parameters and four rows of 2,048 tokens, with weights and states in 16 bits. These peaks are predicted; no card has run them here.
 
 # %%
 from recipes_lib.core.model import model_of_shape
@@ -1096,9 +1098,9 @@ for card in ("T4", "RTX 4090"):
 #
 # ## When to use what
 #
-# If 16 bytes per weight are there, 12 that stay and 4 for the gradient, full fine-tuning learns most from few pairs. Else LoRA on all linear layers at 2e-4, with logits of the answers only. With more pairs it gets as far. QLoRA where the 16-bit weights do not fit. Packing where lengths are unequal. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)).
+# If 16 bytes per weight are there, 12 that stay and 4 for the gradient, full fine-tuning learns most from few pairs. Else LoRA on all linear layers at 2e-4, with logits of the answers only. With twice the pairs it got as far here. QLoRA where the 16-bit weights do not fit. Packing where lengths are unequal. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)).
 #
-# Not here: 8-bit states, checkpointing and accumulation, which help with all weights and long rows ([01](../notebooks/01_large_models_limited_hardware.ipynb), [04](../notebooks/04_training_long_sequences.ipynb)); DoRA and rsLoRA, other forms of the same correction, which PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison) compares. The switches of the libraries stand side by side in the [cheatsheet](../CHEATSHEET.md).
+# Not here: 8-bit states, checkpointing and accumulation, which help with all weights and long rows ([01](../notebooks/01_large_models_limited_hardware.ipynb), [04](../notebooks/04_training_long_sequences.ipynb)); DoRA and rsLoRA, which PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison) compares. All switches stand in the [cheatsheet](../CHEATSHEET.md).
 #
 # ## Exercises
 #
@@ -1108,7 +1110,7 @@ for card in ("T4", "RTX 4090"):
 #
 # <details><summary>Solutions</summary>
 #
-# 1. `rows_needed(after["LoRA"].losses - after["full fine-tuning"].losses, difference=0.01)`; the last cell prints it, and never less than thirty.
+# 1. 99, by `rows_needed(after["LoRA"].losses - after["full fine-tuning"].losses, difference=0.01)`.
 # 2. By the equation, in 10⁹ bytes: 12 · 7 = 84; 2 · 7 + 12 · 0.04 = 14.5; 0.52 · 7 + 12 · 0.04 = 4.1, and more for the embedding, which stays in 16 bits.
 # 3. They grow as the rank does: a quarter and four times of the 4,884,480 at rank 16. With 4 bytes each the files have about 5 and 75 MiB.
 #
