@@ -35,9 +35,9 @@ from recipes_lib.core.data import load_text
 from recipes_lib.core.data.evaluation import GREEDY, row_losses, text_windows
 from recipes_lib.core.measure.provenance import runs_dir
 from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.core.model.bytes_of_tensors import weight_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.default_model import model_source
-from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.edge.language_model import export_language_model, load_language_model
 from recipes_lib.precision.quantization_aware import apply_rounding
 from recipes_lib.report.ladders.speed import Writing

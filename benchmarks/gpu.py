@@ -35,7 +35,7 @@ from benchmarks.versus import compare, pairs
 from recipes_lib.core.measure import PeakMemory, measure
 from recipes_lib.core.measure.machine import GIB, TIERS, fast, machine
 from recipes_lib.core.measure.provenance import provenance, runs_dir
-from recipes_lib.core.model.sizes import weight_bytes
+from recipes_lib.core.model.bytes_of_tensors import weight_bytes
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw

@@ -19,8 +19,8 @@ import torch
 
 from benchmarks import study
 from recipes_lib.core.data import collate, load_instructions
-from recipes_lib.core.data.chat import Row
 from recipes_lib.core.data.row_order import rows_of_step
+from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.default_model import model_source

@@ -37,7 +37,7 @@ import torch
 from benchmarks import study
 from benchmarks.distillation import held_out_loss
 from recipes_lib.compression.distillation import Taught, apply_distillation
-from recipes_lib.core.data.chat import Row
+from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.default_model import model_source

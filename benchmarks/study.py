@@ -28,8 +28,8 @@ import torch
 
 from benchmarks.record import keep, write_whole
 from recipes_lib.core.data import collate, load_text
-from recipes_lib.core.data.chat import Row
 from recipes_lib.core.data.evaluation import text_windows
+from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.provenance import provenance, runs_dir
 from recipes_lib.report.ladders.edge import Calls

@@ -23,7 +23,7 @@ from transformers import HfArgumentParser, PreTrainedTokenizerBase, get_cosine_s
 
 from recipes_lib.core.data import IGNORED, load_instructions, load_pairs
 from recipes_lib.core.data.evaluation import generate_answers
-from recipes_lib.core.data.reminders import reminder_pairs
+from recipes_lib.core.data.reminder_task import reminder_pairs
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer

@@ -131,7 +131,7 @@ sizes
 
 # %%
 from recipes_lib.core.data import batches, load_instructions
-from recipes_lib.core.data.chat import decode_with_mask
+from recipes_lib.core.data.tokens_and_labels import decode_with_mask
 from recipes_lib.core.model.default_model import model_source, resolve, source_note
 
 tokenizer = load_tokenizer()

@@ -109,8 +109,8 @@ import os
 import shutil
 
 from recipes_lib.core.data import collate, load_instructions
-from recipes_lib.core.data.chat import decode_with_mask
-from recipes_lib.core.data.reminders import reminder_pairs, times_of
+from recipes_lib.core.data.tokens_and_labels import decode_with_mask
+from recipes_lib.core.data.reminder_task import reminder_pairs, times_of
 from recipes_lib.core.measure.provenance import runs_dir
 from recipes_lib.core.model import load_model, load_tokenizer
 
@@ -146,7 +146,7 @@ print(decode_with_mask(train_rows[0], tokenizer))
 # The loss falls, too, and the model learns something else. Here is one row with three mistakes, and what `check_labels` says of each:
 
 # %%
-from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.fine_tuning.completion_only_loss import check_labels
 
 row = train_rows[0]
@@ -365,7 +365,7 @@ def share_in_words(right):
 # A prompt with examples costs no training, and is what fine-tuning has to beat. **Guess first.** How many answers are right before training, if the question stands alone, and if three examples stand before it?
 
 # %%
-from recipes_lib.core.data.chat import tokenize_chat
+from recipes_lib.core.data.tokens_and_labels import tokenize_chat
 
 model = base()
 before = examine(model)

@@ -39,9 +39,9 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_choice
+from recipes_lib.core.model.bytes_of_tensors import storage_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.model.probe import proves
-from recipes_lib.core.model.sizes import storage_bytes
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recipes_lib.attention._left_out import refuse_what_is_left_out, selects_keys
+from recipes_lib.attention._unsupported import refuse_what_is_left_out, selects_keys
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,

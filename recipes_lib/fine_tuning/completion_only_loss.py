@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.data import Batch
-from recipes_lib.core.data.chat import IGNORED, Row
+from recipes_lib.core.data.tokens_and_labels import IGNORED, Row
 from recipes_lib.core.model.causal_lm import without_adapters
 from recipes_lib.core.model.output_layer import require_shifted_loss
 

@@ -35,8 +35,8 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.data.chat import Row
 from recipes_lib.core.data.evaluation import row_losses
+from recipes_lib.core.data.tokens_and_labels import Row
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

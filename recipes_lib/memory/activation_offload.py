@@ -42,7 +42,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.memory._stores import Layout, SavedStorage, Store, layout_of, make_store
+from recipes_lib.memory._host_and_disk_stores import (
+    Layout,
+    SavedStorage,
+    Store,
+    layout_of,
+    make_store,
+)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

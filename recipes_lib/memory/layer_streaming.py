@@ -43,7 +43,7 @@ from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
-from recipes_lib.memory._stores import SavedStorage, Store, layout_of, make_store
+from recipes_lib.memory._host_and_disk_stores import SavedStorage, Store, layout_of, make_store
 
 SMALLEST = 4096  # bytes: norms and biases stay
 

@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recipes_lib.core.measure.dry_run import AtOnce, dry, on_the_host, pretends_a_card
 from recipes_lib.core.measure.free_memory import free_host_bytes
+from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.marks import (
     GRADIENT_TAKER,
@@ -44,7 +45,6 @@ from recipes_lib.core.model.marks import (
     mark,
     unmark,
 )
-from recipes_lib.core.model.sizes import tensor_bytes
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

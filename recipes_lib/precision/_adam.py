@@ -24,7 +24,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from recipes_lib.core.measure.dry_run import dry
-from recipes_lib.core.model.sizes import parts_needed
+from recipes_lib.core.model.bytes_of_tensors import parts_needed
 
 UPPER_HALF = -(2**16)  # as int32: the 16 upper bits are 1, the lower ones 0
 

@@ -45,6 +45,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.measure.live_bytes import LiveBytes
+from recipes_lib.core.model.bytes_of_tensors import quantization_tensors
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.compiling import require_compiler, require_kernels_for
 from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, COMPILED, any_marked, mark, unmark
@@ -54,7 +55,6 @@ from recipes_lib.core.model.mixins import (
     unmixed_class,
 )
 from recipes_lib.core.model.recompute import caches_among
-from recipes_lib.core.model.sizes import quantization_tensors
 
 BACKEND = "inductor"  # PyTorch's own, which writes the kernels
 

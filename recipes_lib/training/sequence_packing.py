@@ -42,8 +42,8 @@ from typing import Any
 import torch
 
 from recipes_lib.core.data import check_rows
-from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.data.evaluation import evaluating
+from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.model.output_layer import require_shifted_loss
 
 Row = dict[str, list[int]]

@@ -8,7 +8,7 @@ from recipes_lib.architecture.tied_embeddings import (
     untie_embeddings,
 )
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.sizes import weight_bytes
+from recipes_lib.core.model.bytes_of_tensors import weight_bytes
 from tests.families.configs import tiny_model
 from tests.small_models import IDS, small_model
 

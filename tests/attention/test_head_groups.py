@@ -15,8 +15,8 @@ from recipes_lib.attention.head_groups import (
 )
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.bytes_of_tensors import weight_bytes
 from recipes_lib.core.model.mixins import take_out
-from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import (

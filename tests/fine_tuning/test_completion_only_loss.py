@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes_lib.core.data.chat import IGNORED, tokenize_chat
+from recipes_lib.core.data.tokens_and_labels import IGNORED, tokenize_chat
 from recipes_lib.core.model import load_tokenizer, model_of_shape
 from recipes_lib.fine_tuning.completion_only_loss import (
     check_labels,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.data.evaluation import evaluate
+from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.fine_tuning.honest_evaluation import (
     RowLosses,
     compare,

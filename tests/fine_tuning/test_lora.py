@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.bytes_of_tensors import weight_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.fine_tuning.lora import (
     apply_lora,
     lora_parameters,

@@ -8,8 +8,8 @@ import transformers
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.bytes_of_tensors import weight_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.fine_tuning.qlora import (
     apply_qlora,
     block_size_of,

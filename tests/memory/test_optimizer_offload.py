@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
 from recipes_lib.memory.optimizer_offload import (
     host_bytes,
     offload_optimizer,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.core.ranks.rank_bytes import rank_bytes

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.bytes_of_tensors import weight_bytes
 from recipes_lib.core.model.linears import linear_layers, output_layer_name
-from recipes_lib.core.model.sizes import weight_bytes
 from recipes_lib.precision import int4 as module
 from recipes_lib.precision._four_bit_grid import in_four_bits
 from recipes_lib.precision.int4 import Int4Linear, apply_int4, int4_linear, plain_int4

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import HfArgumentParser
 
-from recipes_lib.core.data.reminders import reminder_pairs
+from recipes_lib.core.data.reminder_task import reminder_pairs
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SMALL = {

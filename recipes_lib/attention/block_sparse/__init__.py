@@ -43,17 +43,17 @@ import torch
 from torch import Tensor
 
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
-from recipes_lib.attention._left_out import (
+from recipes_lib.attention._unsupported import (
     refuse_other_scores,
     refuse_what_is_left_out,
     under_autocast,
 )
 from recipes_lib.attention.block_sparse.cpu import BlocksOnCPU
 from recipes_lib.core.checks import check_whole
+from recipes_lib.core.model.bytes_of_tensors import parts_needed
 from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.probe.documents import restart
-from recipes_lib.core.model.sizes import parts_needed
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from recipes_lib.attention._compiled_flex import compiled_block_mask, compiled_flex_attention
-from recipes_lib.attention._left_out import (
+from recipes_lib.attention._unsupported import (
     refuse_other_scores,
     refuse_what_is_left_out,
     under_autocast,

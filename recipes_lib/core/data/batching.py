@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.data.chat import IGNORED, Row
+from recipes_lib.core.data.tokens_and_labels import IGNORED, Row
 
 Batch = dict[str, torch.Tensor]  # `input_ids` and `labels`, each [B, S]
 

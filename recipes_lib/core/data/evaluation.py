@@ -24,7 +24,7 @@ import torch
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.batching import Batch, check_rows, collate
-from recipes_lib.core.data.chat import IGNORED, Row, tokenize_pair
+from recipes_lib.core.data.tokens_and_labels import IGNORED, Row, tokenize_pair
 from recipes_lib.core.model.causal_lm import longest_text
 from recipes_lib.core.model.decoding import (
     is_decoder,

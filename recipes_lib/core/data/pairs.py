@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.data.chat import Row, tokenize_chat, tokenize_pair, tokenize_text
 from recipes_lib.core.data.corpus import SPLITS, docstring_pairs
 from recipes_lib.core.data.pair_columns import Pair, pair_of, with_known_names
 from recipes_lib.core.data.row_files import read_rows, without_nulls
+from recipes_lib.core.data.tokens_and_labels import Row, tokenize_chat, tokenize_pair, tokenize_text
 from recipes_lib.core.data.turns import is_learnt
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".txt")

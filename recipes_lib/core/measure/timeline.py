@@ -35,7 +35,11 @@ from torch.optim.optimizer import (
 
 from recipes_lib.core.measure.live_bytes import Listener, LiveBytes
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.core.model.sizes import plain_tensors, quantization_tensors, state_tensors
+from recipes_lib.core.model.bytes_of_tensors import (
+    plain_tensors,
+    quantization_tensors,
+    state_tensors,
+)
 
 KINDS = ("weights", "states", "gradients", "activations", "other")
 NEAR = 1 / 20  # of the operators of backward: so many belong to one of its ends

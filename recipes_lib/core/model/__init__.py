@@ -23,7 +23,7 @@ recomputed_parts  a part of a block in parts of its own, each once more in backw
 recurrence_kernels  which kernels the recurrences of a hybrid model want, and which are missing
 second_derivatives  a backward written by hand refuses create_graph=True
 shapes  the sizes of public models, and random weights of them
-sizes  bytes of tensors, parameters and optimizer states
+bytes_of_tensors  bytes of tensors, parameters and optimizer states
 trainable  what an optimizer is given: the parameters of a model that train
 vocabulary  the tokens that a table holds, those that are added, those at which a model stops
 """

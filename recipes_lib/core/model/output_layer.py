@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import without_adapters
 

@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recipes_lib.core.checks import check_whole
+from recipes_lib.core.model.bytes_of_tensors import parts_needed, tensor_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks, leaf_names, projection_widths
 from recipes_lib.core.model.linears import features, is_linear
-from recipes_lib.core.model.sizes import parts_needed, tensor_bytes
 
 FP32 = 4  # bytes
 CHUNK = 64 * 2**20  # bytes of logits and their gradients

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.model.sizes import (
+from recipes_lib.core.model.bytes_of_tensors import (
     plain_tensors,
     quantization_tensors,
     state_tensors,

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_gr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
 
 
 @dataclass

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.data.chat import IGNORED, Row
+from recipes_lib.core.data.tokens_and_labels import IGNORED, Row
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.decoding import token_row
 from recipes_lib.edge._executorch import executorch_runtime

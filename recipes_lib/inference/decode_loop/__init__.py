@@ -38,7 +38,7 @@ Source     Shazeer, "Fast Transformer Decoding" (arXiv 1911.02150); Ainslie et a
 Shapes: B batch, K new tokens, T tokens in the cache, D hidden, F feed-forward, Hq and Hkv heads, G
 query heads per head of keys, E head dimension, V vocabulary.
 
-hf  its Hugging Face glue: reading the weights, and comparing logits
+from_transformers  its Hugging Face glue: reading the weights, and comparing logits
 norms  its norms, with few operators
 """
 
@@ -54,7 +54,7 @@ from torch.nn import functional
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.model.decoding import KeyValueCache
 from recipes_lib.core.model.grouped_heads import without_grouped_heads
-from recipes_lib.inference.decode_loop.hf import (
+from recipes_lib.inference.decode_loop.from_transformers import (
     BlockWeights,
     Sizes,
     Weights,
@@ -270,8 +270,8 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Turn queries or keys x [..., E] by the angles of their positions.
 
     Dimensions 2i and 2i + 1 are one pair: a complex number, and one multiplication turns it.
-    (transformers pairs i with i + E/2, and `hf` has reordered the rows of the weights.) `turn` is
-    complex [..., E/2], or real [..., E/2, 2] in compiled graphs, which have no complex kernels.
+    (transformers pairs i with i + E/2, and `from_transformers` reorders the rows of the weights.)
+    `turn` is complex [..., E/2], or real [..., E/2, 2] in compiled graphs, which have no complex kernels.
     16-bit numbers have none either: they are turned in fp32 and rounded once.
     """
     if turn.is_complex() and x.dtype == torch.float32:

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.measure.dry_run import without_repetition
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.model.chunked_loss import (

@@ -48,13 +48,13 @@ from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED
+from recipes_lib.core.model.bytes_of_tensors import trainable_bytes
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     projection_widths,
     require_causal_lm,
     without_adapters,
 )
-from recipes_lib.core.model.sizes import trainable_bytes
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import one_axis

@@ -45,14 +45,14 @@ from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.data import IGNORED
+from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.model.output_layer import at_least_fp32
-from recipes_lib.core.model.sizes import tensor_bytes
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import exchange
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import one_axis
-from recipes_lib.parallel._arithmetic import Kept, kept_whole
+from recipes_lib.parallel._kept_bytes import Kept, kept_whole
 from recipes_lib.parallel.pipeline_parallel.clock import (
     BACKWARD,
     FORWARD,

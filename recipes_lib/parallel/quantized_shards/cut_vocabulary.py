@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from recipes_lib.core.model.bytes_of_tensors import parts_needed
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
-from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.core.ranks.collectives import all_gather
 
 CHUNK_BYTES = 64 * 2**20  # of the rows that are whole at a time

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from recipes_lib.core.measure.machine import require
+from recipes_lib.core.model.bytes_of_tensors import parts_needed
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
-from recipes_lib.core.model.sizes import parts_needed
 
 BLOCK = 64  # weights that share a scale
 GROUP = 256  # scales that share a scale

@@ -54,12 +54,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from recipes_lib.core.measure import dry
+from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of, require_causal_lm, trunk
-from recipes_lib.core.model.sizes import tensor_bytes
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
-from recipes_lib.parallel._arithmetic import STATES, Kept, kept_whole
+from recipes_lib.parallel._kept_bytes import STATES, Kept, kept_whole
 from recipes_lib.parallel.tensor_parallel.loss import cut_causal_lm_loss
 from recipes_lib.parallel.tensor_parallel.styles import CutTable, WholeWeights
 

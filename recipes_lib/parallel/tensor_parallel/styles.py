@@ -23,8 +23,8 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from recipes_lib.core.model.bytes_of_tensors import parts_needed
 from recipes_lib.core.model.mixins import mix_in
-from recipes_lib.core.model.sizes import parts_needed
 
 
 class CutTable(ParallelStyle):

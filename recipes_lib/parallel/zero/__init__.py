@@ -46,11 +46,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.model.bytes_of_tensors import parts_needed, tensor_bytes, trainable_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.sizes import parts_needed, tensor_bytes, trainable_bytes
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
-from recipes_lib.parallel._arithmetic import STATES, Kept, kept_whole, part_bytes, trained
+from recipes_lib.parallel._kept_bytes import STATES, Kept, kept_whole, part_bytes, trained
 from recipes_lib.parallel._sharding import require_new_on_ranks, shard_ends
 
 STAGES = (1, 2, 3)

@@ -51,8 +51,8 @@ from typing import Any
 import torch
 
 from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.model.bytes_of_tensors import storage_bytes
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
-from recipes_lib.core.model.sizes import storage_bytes
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
 from recipes_lib.core.ranks.collectives import sums_over_ranks

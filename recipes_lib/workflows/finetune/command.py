@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.data.chat import Row
+from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_config
@@ -39,7 +39,7 @@ from recipes_lib.core.ranks import meet, rank
 from recipes_lib.fine_tuning.adapter_files import save_adapter
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
 from recipes_lib.training.tracking import Tracker, track
-from recipes_lib.workflows.finetune.base import (
+from recipes_lib.workflows.finetune.base_model import (
     adapted,
     base_to_measure,
     gathered,

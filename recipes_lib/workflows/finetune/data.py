@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.data import PlacedPair, load_pairs, placed_pairs, rows_of
-from recipes_lib.core.data.chat import (
+from recipes_lib.core.data.chat_template import CHATML, written_behind
+from recipes_lib.core.data.pair_columns import Pair
+from recipes_lib.core.data.tokens_and_labels import (
     IGNORED,
     Row,
     beginning,
     learnt_ends,
     tokenize_pair,
 )
-from recipes_lib.core.data.pair_columns import Pair
-from recipes_lib.core.data.template import CHATML, written_behind
 from recipes_lib.core.model import load_tokenizer
 from recipes_lib.core.model.vocabulary import add_tokens
 from recipes_lib.fine_tuning.completion_only_loss import check_labels

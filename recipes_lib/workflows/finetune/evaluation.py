@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.data.chat import Row
+from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.provenance import provenance
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.fine_tuning.honest_evaluation import RowLosses, compare, held_out_losses

@@ -23,8 +23,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from recipes_lib.core.data import Batch, collate
-from recipes_lib.core.data.chat import IGNORED, Row
 from recipes_lib.core.data.row_order import rows_of_step
+from recipes_lib.core.data.tokens_and_labels import IGNORED, Row
 from recipes_lib.core.measure.machine import machine, synchronize
 from recipes_lib.core.model.checkpoint_state import check_same_run
 from recipes_lib.core.predict import Prediction, predict

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.data.template import keeps_all
+from recipes_lib.core.data.chat_template import keeps_all
 from recipes_lib.core.data.turns import is_learnt
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model.default_model import SMOLLM2

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from recipes_lib.core.checks import check_choice
-from recipes_lib.core.model.sizes import trainable_bytes
+from recipes_lib.core.model.bytes_of_tensors import trainable_bytes
 from recipes_lib.core.ranks.traffic import ring_bytes
 from recipes_lib.parallel import (
     context_parallel,
@@ -31,7 +31,7 @@ from recipes_lib.parallel import (
     tensor_parallel,
     zero,
 )
-from recipes_lib.parallel._arithmetic import Kept, kept_whole
+from recipes_lib.parallel._kept_bytes import Kept, kept_whole
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES
 
 PAIR = 2  # the ranks of a shard in HSDP, and of a cut in FSDP x TP

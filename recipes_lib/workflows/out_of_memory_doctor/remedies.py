@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from recipes_lib.core.measure.machine import GIB
+from recipes_lib.core.model.bytes_of_tensors import parts_needed
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.model.sizes import parts_needed
 from recipes_lib.core.predict import Card, equation
 from recipes_lib.memory.optimizer_offload import host_bytes
 

@@ -3,7 +3,7 @@
 import pytest
 
 from recipes_lib.core.data import batches, collate
-from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.tokens_and_labels import IGNORED
 
 
 def test_collate_and_batches():

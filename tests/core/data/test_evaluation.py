@@ -7,7 +7,6 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from recipes_lib.core.data.chat import IGNORED, tokenize_pair
 from recipes_lib.core.data.evaluation import (
     decode_quality,
     evaluate,
@@ -15,6 +14,7 @@ from recipes_lib.core.data.evaluation import (
     row_losses,
     text_windows,
 )
+from recipes_lib.core.data.tokens_and_labels import IGNORED, tokenize_pair
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.inference.decode_loop import apply_decode_loop

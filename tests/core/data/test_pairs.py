@@ -5,7 +5,7 @@ import json
 import pytest
 
 from recipes_lib.core.data import load_instructions, load_pairs
-from recipes_lib.core.data.chat import decode_with_mask
+from recipes_lib.core.data.tokens_and_labels import decode_with_mask
 from recipes_lib.core.model import load_tokenizer
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.measure import dry_run
 from recipes_lib.core.measure.dry_values import values_of
 from recipes_lib.core.predict import predict

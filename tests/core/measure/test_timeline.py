@@ -13,7 +13,7 @@ from recipes_lib.core.measure import timeline as timeline_module
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.timeline import record_timeline
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.sizes import state_bytes, weight_bytes
+from recipes_lib.core.model.bytes_of_tensors import state_bytes, weight_bytes
 
 ROWS, WIDTH = 32, 64
 FULL = 4 * ROWS * WIDTH  # bytes of one [ROWS, WIDTH] tensor

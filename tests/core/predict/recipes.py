@@ -14,7 +14,7 @@ from recipes_lib.attention.block_sparse import apply_block_sparse
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.attention.head_groups import apply_head_groups
 from recipes_lib.attention.sliding_window import apply_sliding_window
-from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.predict import Build
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora

@@ -6,7 +6,7 @@ import io
 
 import torch
 
-from recipes_lib.core.data.chat import IGNORED
+from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.workflows.finetune.command import STEP_LINE, finetune

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from recipes_lib.core.data.chat import tokenize_pair
+from recipes_lib.core.data.tokens_and_labels import tokenize_pair
 from recipes_lib.core.model import load_tokenizer
 from recipes_lib.core.model.default_model import cache_dir, resolve
 from recipes_lib.workflows.finetune.production import (

@@ -15,7 +15,7 @@ from recipes_lib.core.model import load_tokenizer, model_of_shape, model_without
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, load_adapter
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.training.tracking import read_back
-from recipes_lib.workflows.finetune import base as base_of_run
+from recipes_lib.workflows.finetune import base_model as base_of_run
 from recipes_lib.workflows.finetune import command
 from recipes_lib.workflows.finetune.command import (
     check_output,

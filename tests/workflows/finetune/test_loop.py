@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from recipes_lib.core.data import collate
-from recipes_lib.core.data.chat import IGNORED
 from recipes_lib.core.data.row_order import rows_of_step
+from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.ranks import rank
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.workflows.finetune.loop import (

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from recipes_lib.core.data import batches, collate
-from recipes_lib.core.data.chat import tokenize_pair
+from recipes_lib.core.data.tokens_and_labels import tokenize_pair
 from recipes_lib.core.model import load_tokenizer
 from recipes_lib.workflows.finetune.production import (
     accelerate_config,

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from recipes_lib.core.model.sizes import (
+from recipes_lib.core.model.bytes_of_tensors import (
     state_bytes,
     state_tensors,
     weight_bytes,

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.data.chat import Row
+from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.machine import GIB, machine
 from recipes_lib.core.model import load_model, model_without_weights
-from recipes_lib.core.model.sizes import tensor_bytes
+from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
 from recipes_lib.core.model.vocabulary import grow_vocabulary, stop_at
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.agreement import same_error_on_all_ranks

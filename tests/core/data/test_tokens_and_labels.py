@@ -3,7 +3,8 @@
 
 import pytest
 
-from recipes_lib.core.data.chat import (
+from recipes_lib.core.data.chat_template import CHATML
+from recipes_lib.core.data.tokens_and_labels import (
     IGNORED,
     decode_with_mask,
     learnt_ends,
@@ -11,7 +12,6 @@ from recipes_lib.core.data.chat import (
     tokenize_pair,
     tokenize_text,
 )
-from recipes_lib.core.data.template import CHATML
 from recipes_lib.core.model import load_tokenizer
 
 

@@ -7,7 +7,7 @@ A label stands at its own token, and IGNORED (-100) where there is nothing to le
 *not* shifted: Hugging Face models shift them inside, and doing it twice is a silent bug.
 
 What is learnt is the content of the turns to be learnt, and the template's own marks behind them;
-`template.py` compares the text with what was given.
+`chat_template.py` compares the text with what was given.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from recipes_lib.core.data.template import render, written, written_behind
+from recipes_lib.core.data.chat_template import render, written, written_behind
 from recipes_lib.core.data.turns import Turn, is_learnt
 
 IGNORED = -100  # the label that the loss leaves out

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.model.sizes import parts_needed, trainable_bytes, weight_bytes
+from recipes_lib.core.model.bytes_of_tensors import parts_needed, trainable_bytes, weight_bytes
 
 STATES = 2  # averages of AdamW for each number that trains
 

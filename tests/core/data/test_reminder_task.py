@@ -2,7 +2,7 @@
 
 import json
 
-from recipes_lib.core.data.reminders import THINGS, reminder_pairs, spoken, times_of
+from recipes_lib.core.data.reminder_task import THINGS, reminder_pairs, spoken, times_of
 
 
 def test_the_clock_at_its_corners():
