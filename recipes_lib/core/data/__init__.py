@@ -2,9 +2,9 @@
 
 `load_instructions` gives instruction pairs (a function's source → its docstring), formatted by the
 model's chat template (`tokens_and_labels.py`), with the loss on the answer only. `load_text` gives
-long running text. Both are split by *module*, so no module is in training and in validation. A data set of the
-hub, a local file (`row_files.py`) or a list of pairs takes the same way. Its columns may have any
-of the names in `pair_columns.py`.
+long running text. Both are split by *module*, so no module is in training and in validation. A data
+set of the hub, a local file (`row_files.py`) or a list of pairs takes the same way. Its columns may
+have any of the names in `pair_columns.py`.
 
 batching  rows as batches: checked, right-padded, one after the other
 tokens_and_labels  pairs and conversations as tokens and labels, by the model's own template

@@ -271,7 +271,8 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
 
     Dimensions 2i and 2i + 1 are one pair: a complex number, and one multiplication turns it.
     (transformers pairs i with i + E/2, and `from_transformers` reorders the rows of the weights.)
-    `turn` is complex [..., E/2], or real [..., E/2, 2] in compiled graphs, which have no complex kernels.
+    `turn` is complex [..., E/2], or real [..., E/2, 2] in compiled graphs, which have no complex
+    kernels.
     16-bit numbers have none either: they are turned in fp32 and rounded once.
     """
     if turn.is_complex() and x.dtype == torch.float32:
