@@ -8,9 +8,9 @@ from torch.nn.functional import linear
 from recipes_lib.compression.distillation import (
     Taught,
     apply_distillation,
-    chunked_loss,
     distillation_loss,
     hidden_state_loss,
+    loss_in_chunks,
     plain_distillation_loss,
     require_same_tokens,
 )
@@ -77,7 +77,7 @@ def with_gradients(loss, tensors, factor=0.7):
 def test_equals_the_plain_formula(monkeypatch, temperature, teacher_share, softcaps, chunk_size):
     """In fp64, value and gradients: a missing t², one share for both, a wrong derivative."""
     # Several blocks in a chunk, the last one smaller.
-    monkeypatch.setattr(chunked_loss, "LOGITS_OF_A_BLOCK", 3 * 101)
+    monkeypatch.setattr(loss_in_chunks, "LOGITS_OF_A_BLOCK", 3 * 101)
     tensors = make_tensors(dtype=torch.float64)
     hidden, layer, teacher_hidden, teacher_layer, labels = tensors
     layer = layer._replace(softcap=softcaps[0])
@@ -166,7 +166,7 @@ def chunked(*tensors):
 def test_an_eighth_of_the_memory_at_a_large_vocabulary(monkeypatch):
     """8K tokens and the vocabulary of Llama 3, in a dry run. Nothing has the size of a table."""
     # As on a GPU: with larger blocks a dry run has fewer operators.
-    monkeypatch.setattr(chunked_loss, "LOGITS_OF_A_BLOCK", 2**23)
+    monkeypatch.setattr(loss_in_chunks, "LOGITS_OF_A_BLOCK", 2**23)
     sizes = {"tokens": 8192, "vocab": 128_256, "widths": (2048, 4096)}
     with dry_run():
         naive = memory_of(plain, **sizes)

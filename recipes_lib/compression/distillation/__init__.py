@@ -12,7 +12,7 @@ Idea       Train the student on two losses, with p the softmax of the teacher's 
            t² makes up for both, and w keeps its meaning at any temperature.
 
            Two models make two tables of logits [T, V]. The gradient of the student's logits is
-           known chunk by chunk, so no table is ever whole (`chunked_loss`).
+           known chunk by chunk, so no table is ever whole (`loss_in_chunks`).
 Saves      Seven tables of 4 T V bytes become two of 4 C V for chunks of C tokens, and blocks
            between the products. The gradient of the output layer remains: 4 V D bytes.
 Costs      A forward of the teacher in every step, and its weights. 16-bit weights of the output
@@ -33,7 +33,7 @@ Source     Hinton et al., "Distilling the Knowledge in a Neural Network", arXiv 
 Shapes: T tokens, N of them with a target, D hidden of the student, V vocabulary, B batch,
 S sequence.
 
-chunked_loss  the loss of two models from what their output layers read, chunk by chunk
+loss_in_chunks  the loss of two models from what their output layers read, chunk by chunk
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes_lib.compression.distillation.chunked_loss import distillation_loss
+from recipes_lib.compression.distillation.loss_in_chunks import distillation_loss
 from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
