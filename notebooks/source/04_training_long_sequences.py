@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **895 → 112,167 tokens:** the longest text on which every weight of smollm2-135m trains within 4 GiB. That is **28 times as long** as with the library's two switches, SDPA and checkpointing, 81 times as long as with SDPA alone, and 125 times as long as with eager attention. Meanwhile 7.0 GiB of block inputs wait on the disk. At that length a token takes about 18 times as long as in a plain step of 512 tokens. The loss is the same in every row, to 4e-07, and so are the gradients, to 4e-06. No step of such a length was computed here: its bytes were counted on tensors that have shapes and no data, and its time is that of one block, on a line through texts of up to 16,384 tokens. Every row was predicted first; the arithmetic is off by 2.6% at most.
+# > **895 → 112,167 tokens:** the longest text on which every weight of smollm2-135m trains within 4 GiB of tensors. Its step is taken in backward, which allows neither clipping nor accumulation. It is **28 times as long** as with the library's two switches, SDPA and checkpointing, 81 times as long as with SDPA alone, and 125 times as long as with eager attention. Meanwhile 7.0 GiB of block inputs wait on the disk. At that length a token takes about 18 times as long as in a plain step of 512 tokens. The loss of 512 tokens is the same in every row, to 4e-07, and so are the gradients, to 4e-06. No step of such a length was computed here: its bytes were counted on tensors that have shapes and no data, and its time is that of one block, on a line through texts of up to 16,384 tokens. Every row was predicted first. From the length at which the bytes meet the limit, the arithmetic is off by 2.6% at most.
 # >
 # > Lengths counted in dry steps, times measured, on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
@@ -188,7 +188,7 @@ for which in ("plain", "recipes"):
 del model, optimizer, around  # what is alive would be counted below
 
 # %% [markdown]
-# With the recipes nearly all of the peak is weights, gradients and averages, and the text hardly adds to it. The losses differ by the rounding of bf16; in fp32 they are compared below. On a GPU the inputs of the blocks wait `to="host"`. `in_flight=1` lets one of them travel beside the computation; the default of 4 keeps four in memory each way, which is much for long texts. To accumulate, hand `update` several texts. A T4 has no bf16, so autocast stays out. [train_long_sequences.py](../scripts/train_long_sequences.py) is the same as a program, which can resume.
+# With the recipes nearly all of the peak is weights, gradients and averages, and the text hardly adds to it. The losses differ by the rounding of bf16: in fp32 the same text has 1.890 (*full* in recipe 7), and below all rows are compared in fp32. On a GPU the inputs of the blocks wait `to="host"`. `in_flight=1` lets one of them travel beside the computation; the default of 4 keeps four in memory each way, which is much for long texts. To accumulate, hand `update` several texts. A T4 has no bf16, so autocast stays out. [train_long_sequences.py](../scripts/train_long_sequences.py) is the same as a program, which can resume.
 #
 # **With TRL** it is a configuration. Its loss is chunked by default (`loss_type="nll"`), and the old name `gradient_checkpointing_kwargs` still works:
 
@@ -274,7 +274,7 @@ print(f"b     {b / 1024:,.0f} KiB per token")
 print(f"longest text: {longest_by(eager_terms):,} tokens")
 
 # %% [markdown]
-# Check it by hand, with the sizes of a CPU. Fixed are weights and states, 513 + 1,026 MiB. The scores are 9 heads × 30 layers × 512² pairs × 4 bytes = 270 MiB, a part of the activations. The loss is 512 tokens × 49,152 logits × 4 bytes × 3 = 288 MiB, because it needs this table three times. With $a$ and $b$ the limit is a quadratic equation for $S$, and its root is the length printed above. With checkpoints the peak can also be when one block is computed again, or when the last gradient arrives.
+# Check it by hand, with the sizes of a CPU. Fixed are weights and states, 513 + 1,026 MiB. The scores are 9 heads × 30 layers × 512² pairs × 4 bytes = 270 MiB, a part of the activations. The loss is 512 tokens × 49,152 logits × 4 bytes × 3 = 288 MiB, because it needs this table three times. With $a$ and $b$ the limit is a quadratic equation for $S$, and its root is the length printed above. The terms of the list add up to more than the peak: when backward begins, neither gradients nor embedding copies are there. With checkpoints the peak can also be when one block is computed again, or when the last gradient arrives.
 #
 # ## Baseline: every score is stored
 #
@@ -376,7 +376,7 @@ print(f"loss of {sizes.common} tokens {first_loss:.4f}")
 climb("baseline", eager_terms, eager, also=sizes.grows)
 
 # %% [markdown]
-# The bytes per token are more than $b$: they are $b + aS$ at this length.
+# The bytes per token are more than $b$: they are $b + aS$ at this length. Where the peak comes late in backward, as with offloaded inputs, up to 513 MiB of gradients are among them.
 #
 # ## Part A: the same numbers, in less memory
 #
@@ -459,7 +459,7 @@ for ours, expected in zip(chunked, exact):
     assert torch.allclose(ours, expected, atol=1e-5)
 
 # %% [markdown]
-# **The line you will write tomorrow**, in a loop of your own, is PyTorch's (new in 2.13). Here it runs on the whole model:
+# **The line you will write tomorrow**, in a loop of your own, is PyTorch's (new in 2.13). Here it runs on the whole model, and its loss is compared. What it saves is not seen on a CPU:
 
 # %%
 model = load_model(sizes.trained)
@@ -505,7 +505,7 @@ for which, cost in beside.items():
 
 
 # %% [markdown]
-# *torch* has its default options, whose chunks are small and slow: give it chunks of 256 tokens. TRL cuts the vocabulary, and *words* are entries of it.
+# *torch* has its default options, whose chunks are small and slow: give it chunks of 256 tokens. TRL cuts the vocabulary, and *words* are entries of it. Its default takes 637 MiB for so short a text, more than all logits at once with 288; 2,048 words at a time take 142.
 
 
 # %%
@@ -641,7 +641,7 @@ print(f"  one block            {before.one_block / 2**20:6,.0f} MiB")
 print(f"  one block, tiled     {after.one_block / 2**20:6,.0f} MiB")
 
 # %% [markdown]
-# The inputs are larger, and a tile does not touch them: hence the small gain. It is larger where blocks are few and wide, and once the inputs are elsewhere. *Not when* no block is checkpointed yet.
+# The inputs are larger, and a tile does not touch them: hence the small gain. Once they are elsewhere, as in recipe 6, the one block is most of what grows. The MLP's forward now runs three times: in forward, when the block is computed again, and when its tile is. *Not when* no block is checkpointed yet.
 #
 # **The line you will write tomorrow**: Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`. Neither is installed here, and transformers has none, so the row is ours.
 #
@@ -706,7 +706,7 @@ climb("+ nested checkpoints", nested_terms, nested)
 # backward      block 0  <-  block 1  <- … <-  block L-1
 # ```
 #
-# **Guess first.** Nested checkpoints leave about 2√L inputs; now they are all gone. How many times as long is the text then?
+# **Guess first.** Nested checkpoints leave about 2√L inputs; without them, and with the inputs elsewhere, none stay. How many times as long is the text then?
 #
 # **The idea.** Autograd asks a pair of hooks where to keep each saved tensor.
 
@@ -736,7 +736,7 @@ for row in ("+ nested checkpoints", "+ tiled MLP"):
     print(f"to the guess: {more:.1f}× as long as {row!r}")
 
 # %% [markdown]
-# This row has no nested checkpoints: it is the other answer to the same question, without the additional forward. At its peak backward is in the first block, and the gradients of all others are there.
+# *+ offloaded inputs* replaces *+ nested checkpoints* and stands on *+ tiled MLP*: it is the other answer to the same question, without the additional forward. At its peak, by the equation, backward is in the first block, and the gradients of all others are there.
 #
 # **The line you will write tomorrow**: `model.activation_checkpointing_enable(offload=True)`, since [transformers 5.17](https://github.com/huggingface/transformers/pull/48444). It needs a GPU, and the computation waits for each copy. Ours can copy beside it (`in_flight=1`), and can go to disk. This row waits, which takes the least memory.
 #
@@ -828,7 +828,7 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# *Time* is that of the blocks against SDPA, with the range of single rounds in brackets. SDPA beside itself shows the noise: what lies closer together has no order. One more forward adds a third of the operations, and nested checkpoints add nearly two of them. At this length what goes to disk is probably still in the system's page cache, so the price of a slow disk is not in it.
+# *Time* is that of the blocks against SDPA, with the range of single rounds in brackets. The last row alone spans 1.37 to 1.53: what lies closer together has no order. In table and chart, *+ offloaded inputs* replaces *+ nested checkpoints*: they are never together. One more forward adds a third of the operations, and nested checkpoints add nearly two of them. At this length what goes to disk is probably still in the system's page cache, so the price of a slow disk is not in it.
 
 # %%
 ladder.chart()
@@ -869,7 +869,7 @@ timeline_chart(
 #
 # ## Time is the next limit
 #
-# A token reads all tokens before it, so seconds per token should be a straight line in S. Are they? One block with the recipes of the last row, the fastest turn of each length:
+# A token reads all tokens before it, so seconds per token should be a straight line in S. Is it one? One block with the recipes of the last row, the fastest turn of each length:
 
 # %%
 one_block = everything(model_of_shape(sizes.shape, layers=1, dtype=dtype))
@@ -913,7 +913,7 @@ if holds:
     print(f"one step of {longest:,} tokens: about {longest * long / 3600:.1f} hours")
 
 # %% [markdown]
-# The line has neither disk nor optimizer in it, and the short step has its optimizer. Such a step takes hours here: time stops you before memory does.
+# Nearly: both ends lie above the line, and the middle lies below it. So longer texts take more time rather than less: a line through the last two lengths alone gives about 4 % more. The line has neither disk nor optimizer in it, and the short step has its optimizer. Such a step takes hours here: time stops you before memory does.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
@@ -926,7 +926,7 @@ if holds:
 # - *Every recipe* adds tiles and offloaded inputs. It is on a line through two dry steps, with the kernels of an A100. In brackets are the bytes that the host must hold: (blocks − 1) × tokens × width × 2, and twice that in fp32.
 # - *Full*: weights, gradients and averages in 16 bits, the step in backward. *QLoRA*: weights in four bits, small adapters train ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)). *The code above*: that of *If you have five minutes*, with weights, gradients and averages in fp32, and `in_flight=0`.
 #
-# A T4 has no bf16: its column is for QLoRA in fp16.
+# A T4 has no bf16: its column is for QLoRA in fp16. Its *full* rows are only the memory that the same step would take in 16 bits: fp16 scales the loss, and a step in backward does not allow that.
 
 # %%
 from IPython.display import Markdown
@@ -1041,7 +1041,7 @@ Markdown("\n".join(f"| {' | '.join(cells)} |" for cells in table))
 print("a step of the longest text on the A100, at 40 % of its data sheet's rate:")
 for shape, method, tokens, words in steps_on_the_a100:
     print(f"  {shape} {method}, {tokens:,} tokens: {words}")
-# Is it a line? A third dry step, at three quarters of a length that the line gave.
+# Does the line hold? A third dry step, at a length that is in none of the others.
 shape, method, tokens, _ = steps_on_the_a100[-1]
 tokens = min(tokens * 3 // 4, 400_000)
 blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
@@ -1049,11 +1049,11 @@ used = counted(shape, method, blocks, tokens) / room["A100, 80 GB"]
 print(f"{shape} {method}, {tokens:,} tokens take {used:.0%} of the room of the A100")
 
 # %% [markdown]
-# With the switches alone the logits break first, because these models have a vocabulary of 128,256: take the chunked loss first. With every recipe it is one block, where attention for [a few heads at a time](../recipes_lib/attention/head_groups.py) would help. QLoRA's adapters keep what they read once more, so a small model that fits in full has the longer text in full. 40 % of the data sheet is what the training of Llama 3 reached. These models know 131,072 positions: what lies beyond needs recipe 8.
+# The line holds: the third dry step stands at 69 % of the longest text and takes 72 % of the room, and 72 % is what the line gives there, by hand from the lengths of two cards. With the switches alone the logits break first, because these models have a vocabulary of 128,256. The rows of *+ chunked loss* have checkpoints too: their gain belongs to the pair. QLoRA saves fixed bytes, and takes more for each token. So on a T4 the 1B model has the longer text with QLoRA, and on the larger cards, with every recipe, in full. 40 % of the data sheet is what the training of Llama 3 reached. These models know 131,072 positions: what lies beyond needs recipe 8.
 #
-# **Beside what others have measured.** For Llama 3.1 8B, QLoRA of rank 32 on 80 GB, [Unsloth](https://unsloth.ai/blog/llama3-3) reports 28,000 tokens with Hugging Face and flash attention 2, and 342,000 with Unsloth, which offloads inputs and chunks its loss. Their rows here, for rank 16, are *switches* with 40,000 and *every recipe* with 577,000. The table is longer by 1.4 and 1.7 times. It counts tensors and nothing else: holes in an allocator, buffers of a library and a second copy of the logits come on top, and what exactly they ran we do not know. So on a new card begin at half of a length in it.
+# **Beside what others have measured.** For Llama 3.1 8B, QLoRA of rank 32 on 80 GB, [Unsloth](https://unsloth.ai/blog/llama3-3) reports 28,000 tokens with Hugging Face and flash attention 2, and 342,000 with Unsloth, which offloads inputs and chunks its loss. Their rows here, for rank 16, are *switches* with 40,000 and *every recipe* with 577,000. The lengths of the table are 1.4 and 1.7 times as long. It counts tensors and nothing else: holes in an allocator, buffers of a library and a second copy of the logits come on top, and what exactly they ran we do not know. So on a new card begin at half of a length in it.
 #
-# **For your own model** ask the doctor. `--model` is an id of the hub, a folder or a shape. These are the lines of its answer in which something fits; where a name is broken over two lines, the end of it:
+# **For your own model** ask the doctor. `--model` is an id of the hub, a folder or a shape. *Fits* says with what, and *costs* at what price; the last line is the step itself, on tensors without data:
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1063,14 +1063,13 @@ options = "--card 24GB --dtype bf16 --batch-size 1 --seq-len 32768"
 print(f"$ python -m recipes_lib doctor --model {shape} {options}")
 yours = model_of_shape(shape, dtype=torch.bfloat16, device="meta")
 diagnosis = diagnose(model=yours, batch_size=1, seq_len=32_768, card="24GB")
-for line in [*str(diagnosis).splitlines(), *diagnosis.check().splitlines()]:
-    if "fits" in line:
-        print(line)
+print(diagnosis)
+print(diagnosis.check())
 
 # %% [markdown]
 # ### A trap: hybrid models
 #
-# Qwen3.5, Qwen3-Next, LFM2 and the Mamba hybrids have attention in some layers only. The others are recurrences, whose time grows with S. Without the packages of their kernels, transformers computes a loop in fp32 and says so once. Published for Qwen3.5-9B ([#48718](https://github.com/huggingface/transformers/issues/48718)): 1.22 s a step, and 0.70 s with `flash-linear-attention` installed. And their state runs past every mask, so *packed documents*, short texts in one row, read each other:
+# Qwen3.5, Qwen3-Next, LFM2 and the Mamba hybrids have attention in some layers only. The others are recurrences, or gated short convolutions in LFM2: their time grows with S. Without the packages of their kernels, transformers computes a loop in fp32 and says so once. Published for Qwen3.5-9B ([#48718](https://github.com/huggingface/transformers/issues/48718)): 1.22 s a step, and 0.70 s with `flash-linear-attention` installed. And their state runs past every mask, so *packed documents*, short texts in one row, read each other:
 
 # %%
 import transformers
@@ -1101,7 +1100,7 @@ except RuntimeError as reason:
 transformers.logging.set_verbosity_warning()
 
 # %% [markdown]
-# `load_model` warns of the loop. Chunked loss and checkpointing work on these models as they are.
+# `load_model` warns of the loop.
 #
 # ## Part B: less time, another model
 #
@@ -1175,7 +1174,7 @@ for way, fewer in fewer_pairs.items():
     print(f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer scores")
 
 # %% [markdown]
-# To the guess: a window of a sixteenth leaves about an eighth of the pairs, because of two tokens one only reads the other. The model was trained to read more. What does it cost to read less?
+# To the guess: a window of a sixteenth leaves about an eighth of the pairs, because of two tokens one only reads the other. The *fewer scores* above are not eight times: they count whole blocks. The model was trained to read more. What does it cost to read less?
 
 # %%
 quarter = sizes.short // 4
@@ -1198,7 +1197,7 @@ for which, adapt in reads_less.items():
 # %% [markdown]
 # Reading less makes the model worse at once, and four sinks repair most of it: a softmax must add up to one, so a head that needs no token sends its attention to the first ones (Xiao et al., 2023). This is one text and a window of a quarter: look at the loss on your own texts first. *Not when* far tokens decide.
 #
-# **The line you will write tomorrow.** Models that were trained with a window (Mistral, Gemma 3, Qwen2) take it from `config.sliding_window`, and `attn_implementation="flex_attention"` makes a kernel of the rule on a GPU. Llama has no such field: there it is `apply_sliding_window(model, window=…, sinks=4)`.
+# **The line you will write tomorrow.** Models that were trained with a window (Mistral, Gemma 3) take it from `config.sliding_window`, and `attn_implementation="flex_attention"` makes a kernel of the rule on a GPU. Llama has no such field: there it is `apply_sliding_window(model, window=…, sinks=4)`.
 #
 # **Short texts first**, a *curriculum* of lengths, can save attention's share of a step, and that is little in a large model:
 
@@ -1259,14 +1258,14 @@ print(
 figure
 
 # %% [markdown]
-# To the guess: later. *Linear* changes every angle, and costs much over most of the text. *Dynamic* lies on *yarn*. Both cost a little in the trained part, so *not when* your texts are no longer than that. We would begin a training on long texts with YaRN, because its frequencies are the same for any length; no such training is shown here. Its `factor` is your length over the trained one; only 2 is tried here. **The line you will write tomorrow** is `rope_parameters` in config.json, which transformers and vLLM read. `apply_rope_scaling(model, kind="yarn", factor=2)` writes it and checks it.
+# To the guess: later. *Linear* changes every angle, and costs much over most of the text. *Dynamic* lies on *yarn*. Both cost a little in the trained part, so *not when* your texts are no longer than that. YaRN's `factor` is your length over the trained one; only 2 is tried here. **The line you will write tomorrow** is `rope_parameters` in config.json, which transformers and vLLM read. `apply_rope_scaling(model, kind="yarn", factor=2)` writes it and checks it.
 #
 # **Not shown here**: a text that several GPUs share (ring attention and Ulysses, [notebook 02](../notebooks/02_multi_gpu_training.ipynb)), packing short texts ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)), and [a step of 262,144 tokens](../docs/long-card.md) on 24 GB, which is predicted and has not run.
 #
 # ## Exercises
 #
 # 1. With half the layers, which row gains the most? *(The rows without checkpoints: their activations are a sum over layers.)*
-# 2. Llama 3.2 1B has a vocabulary of 128,256. Which of recipes 2 and 3 gains more there? *(Set `shape`, and `limit=24 * GIB`: its weights and states alone take more than four. By the equation:)*
+# 2. Llama 3.2 1B has a vocabulary of 128,256. Which of recipes 2 and 3 gains more there? *(Set `shape`, and `limit=24 * GIB`: its weights and states alone take more than four. By the equation below; *checkpointed* has both, and the large factor belongs to the pair.)*
 # 3. From which k on is a larger k of nested checkpoints worse? *(Read the list at recipe 5.)*
 
 # %%
