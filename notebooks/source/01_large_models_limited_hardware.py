@@ -186,7 +186,7 @@ def train_step(model, optimizer, texts=batch):
 
 
 # %% [markdown]
-# A first recipe is in there, and it is free. Many loops write `out = model(**texts)` and then `out.loss.backward()`. As long as `out` exists, so do its logits, one more table than backward needs.
+# A first recipe is in there, and it is free. Many loops write `out = model(**texts)` and then `out.loss.backward()`. As long as `out` exists, so do its logits, and backward as a rule does not need them.
 #
 # ## What runs out: one equation
 #
@@ -308,7 +308,7 @@ timeline_chart(
 )
 
 # %% [markdown]
-# **The answer.** It falls all the way: backward frees more activations than it makes gradients. (The curve counts the logarithms of the logits among the activations. Their gradients are *other*, and so are the embedding copies.)
+# **The answer.** It falls until the embedding's copies make the second tower: backward frees more activations than it makes gradients. (The curve counts the logarithms of the logits among the activations. Their gradients are *other*, and so are the embedding copies.)
 #
 # **Part A** attacks the first tower, which grows with the tokens. **Part B** attacks the second one, and the ground of both: weights and states. In the prints, *backward begins* and *forward ends* are the first tower.
 #
@@ -486,7 +486,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No, by 185 MiB. The first tower is now 1,826 MiB, and the second one is the peak: no recipe of Part A gets below its 2,269. **In your code** take both together, for one alone leaves most of the tower.
+# **The answer.** No, by 185 MiB. The first tower is now 1,826 MiB, and the second one is the peak: no recipe of Part A gets below its 2,269. **In your code** take both together: checkpoints alone leave the logits, a loss in chunks alone the activations.
 #
 # ### 3. Activation offloading
 #
@@ -608,7 +608,7 @@ compiling = compile_seconds() - began
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not, for other programs disturb them. So the models were kept, and now take *turns*. A disturbance only makes a turn longer, so **the fastest turn counts**, and × is the fastest turn of a row divided by that of the baseline. In brackets is the range: of the turns, and of the ratios of single rounds. Where brackets overlap, neither row is called faster. (A later set has further turns of the baseline, so × can still change a little.)
+# Bytes are the same in every run. Times are not, for other programs disturb them. So the models were kept, and now take *turns*. A disturbance only makes a turn longer, so **the fastest turn counts**, and × is the fastest turn of a row divided by that of the baseline. In brackets is the range: of the turns, and of the ratios of single rounds. Where the brackets of s per step overlap, neither row is called faster. (A later set has further turns of the baseline, so × can still change a little.)
 
 # %%
 from recipes_lib.report.ladder import RATIO, TIME, cell
@@ -625,7 +625,7 @@ print(f"{compiling:.0f} s of compiling are earned after {earned} steps,")
 print("and later where no earlier run has left its kernels on the disk.")
 
 # %% [markdown]
-# Checkpoints cost one more forward. With the loss in chunks they take less time than alone, because it skips the tokens without a label; where every token has one it will not. Offloading moves every byte, and is the slowest.
+# Checkpoints cost one more forward. With the loss in chunks they take less time than alone, because it skips the tokens without a label; where every token has one it will not. Offloading moves every byte, and is the slowest. The compiler may have found kernels of an earlier run on the disk; a first run takes longer.
 #
 # ## Part B: what every weight costs
 #
@@ -763,7 +763,7 @@ for name, (optimizer_of, step) in fewer_bits.items():
 #
 # ### 8. Optimizer states in host memory
 #
-# On a GPU the states can wait in host memory, where the update runs, too: gradients go down, weights come up, and the host holds 16 bytes per weight. [`offload_optimizer`](../recipes_lib/memory/optimizer_offload.py) does it. On a CPU there is nowhere to move them to, so there is no row. A *paged* optimizer moves them only when memory runs out.
+# On a GPU the states can wait in host memory, where the update runs, too: gradients go down, weights come up, and the host holds 16 bytes per weight and staging buffers. [`offload_optimizer`](../recipes_lib/memory/optimizer_offload.py) does it. On a CPU there is nowhere to move them to, so there is no row. A *paged* optimizer moves them only when memory runs out.
 #
 # ### 9. LoRA
 #
@@ -802,7 +802,7 @@ print("one adapted layer by hand and by peft: equal")
 ladder.climb("LoRA", build(lora, recipe_2, step=step_in_16_bits), **on_lean)
 
 # %% [markdown]
-# **The answer.** Next to nothing: states are 37 MiB in place of 1,026, and gradients are half of that. The peak is the end of forward, 779 MiB, and most of it is the weights, 532 with the adapters. (Its loss is higher: one update moves an adapter by far less than a whole model.)
+# **The answer.** Next to nothing: states are 37 MiB in place of 1,026, and gradients are half of that. The peak is the end of forward, 779 MiB, and most of it is the weights, 532 with the adapters. (Its loss is higher. The loss of a row of the ladder is that after one update, which moves an adapter by far less than a whole model. So it says little about adapters.)
 #
 # **In your code.** Make a new `LoraConfig` for each model: peft writes the names of the layers that it has found into it, and on a deeper model the same object would adapt the first blocks alone. Gradients of frozen weights are left out, but each of 210 layers gets two small products more, so adapters do not always save time.
 #
@@ -988,9 +988,11 @@ for name, ((_, first), (_, last)) in curves.items():
     print(f"{line}   {first:>5.2f} → {last:.2f}   {kept}")
 
 # %% [markdown]
-# With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it is the fastest, and trains all weights. With 1,117 take *8-bit AdamW in backward*, which takes as long as the baseline. With 779 take *LoRA*. With less take *everything combined*: it is smaller and faster than QLoRA, because its blocks are compiled and nothing but the adapters has 32 bits.
+# With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it is the fastest, and trains all weights. With 1,117 take *8-bit AdamW in backward*, which takes as long as the baseline. With 779 take *LoRA*: it avoids the rounding to four bits, and this notebook has no held-out loss of it. (Here its base has 32 bits. No cell runs LoRA on a base in 16 bits: its lines in the table of cards are predicted.) With less take *everything combined*: it is smaller and faster than QLoRA, because its blocks are compiled and nothing but the adapters has 32 bits.
 #
-# Four bits have a price before training, 3.70 → 4.00 and 4.08. These weights come from a file of four bits, so they are rounded twice; a model in 16 bits pays another one. *Everything combined* rounds them from 16 bits, QLoRA from 32. (Compare the two by these losses, not by those of the ladder: there one update is smaller than the last digit of 16 bits, and a compiled block rounds it at another place.) The losses are of one run each, with rates that were not tuned: all of them learn, and [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares which learns best.
+# Times of 8-bit AdamW, of offloading to a disk and of streaming are those of CPU implementations, and of files that the system keeps in free memory. They do not carry over to a GPU.
+#
+# Four bits have a price before training, 3.70 → 4.00 and 4.08. These weights come from a file of four bits, so they are rounded twice; a model in 16 bits pays another one. *Everything combined* rounds them from 16 bits, QLoRA from 32. (Compare the two by these losses, not by those of the ladder, which come after a single update.) The losses are of one run each, with rates that were not tuned: all of them learn, and [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares which learns best.
 #
 # <!-- numbers:gpu-01 -->
 # <!-- end -->
@@ -1053,7 +1055,9 @@ to_fp32 = 2 * 128_256 * 4_096 * 2 / GIB
 print(f"\npeft's fp32 for embedding and output layer of 8B: {to_fp32:.1f} GiB more")
 
 # %% [markdown]
-# A T4 has 15 GiB, so little is left of the margin in the column of 16; an RTX 4090 has 24. Arithmetic knows no operators. So one line is checked by the step itself, on fake tensors. It needs no 32 blocks: each adds the same bytes at the same moment, so `any_size` takes 2 and 3 blocks, checks itself on a third depth, and goes on to 32.
+# *Full* counts the states of the embedding in 32 bits, as in the Trainer's `adamw_8bit`; *8-bit AdamW in backward* of the ladder has all of them in 8. The table is not for a T4: it has no bf16, which these bases have, and the loss scale of fp16 excludes the step in backward.
+#
+# Arithmetic knows no operators. So one line is checked by the step itself, on fake tensors. It needs no 32 blocks: each adds the same bytes at the same moment, so `any_size` takes 2 and 3 blocks, checks itself on a third depth, and goes on to 32.
 
 # %%
 ids = torch.zeros(TEXT["rows"], TEXT["length"], dtype=torch.long, device=device)
@@ -1081,11 +1085,14 @@ print(f"{sizes.large}, QLoRA: {peak / GIB:.1f} GiB by the step without data")
 #
 # blocks = model.model.layers
 # blocks[len(blocks) // 2].register_full_backward_pre_hook(in_the_middle)
-# train_step(model, optimizer)  # the second step: the first one makes the states
+# train_step(model, optimizer)  # makes the states
+# torch.cuda.reset_peak_memory_stats()
+# peaks.clear()
+# train_step(model, optimizer)  # the measured one
 # print("first tower", peaks[-1], "second tower", torch.cuda.max_memory_allocated())
 # ```
 #
-# The first one is higher: Part A. The second one: Part B. Of what it consists shows `torch.cuda.memory._record_memory_history()` with `_dump_snapshot("s.pickle")`, opened at [pytorch.org/memory_viz](https://pytorch.org/memory_viz).
+# The first one is higher: Part A. The second one: Part B. Out of memory? Measure with one short text. Above the ground the first tower grows with the tokens, and the second does not: scale the first to your batch. Of what it consists shows `torch.cuda.memory._record_memory_history()` with `_dump_snapshot("s.pickle")`, opened at [pytorch.org/memory_viz](https://pytorch.org/memory_viz).
 #
 # ### 12. Dynamic batch size
 #
@@ -1145,7 +1152,7 @@ ladder
 # | mixed precision | `bf16=True`; on a T4 `fp16=True` | 16 bits are not native: emulation is slow |
 # | compiled blocks | `torch_compile=True` | each batch has another shape |
 # | step in backward | a hook, as above; torchtune's `optimizer_in_bwd` | you accumulate, clip, or scale the loss |
-# | 16-bit AdamW states | torchtitan's `fused_opt_states_bf16` | with LoRA: states are small |
+# | 16-bit AdamW states | torchtitan's `fused_opt_states_bf16`; its documents name no stochastic rounding: the trap of recipe 7 | with LoRA: states are small |
 # | 8-bit AdamW | `optim="adamw_8bit"`, or `"paged_adamw_8bit"` | with LoRA: states are small |
 # | states on the host | DeepSpeed's `offload_optimizer`, FSDP2's `CPUOffloadPolicy` | 8 bits are enough |
 # | LoRA | `get_peft_model`, TRL's `peft_config` | much that is new has to be learned |
@@ -1174,9 +1181,11 @@ for remedy in diagnosis.remedies:
 print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 
 # %% [markdown]
+# The doctor fills the card to 95 % of what CUDA's context leaves. The table of cards keeps a fifth and half a GiB: by its rule, the LoRA and the QLoRA of this list need more than 24 GiB. Where the two differ, trust the table. QLoRA has no loss in chunks in this list, LoRA has one. *As it is*, *checkpointing* and *8-bit AdamW* train all weights in bf16, of which recipe 7 warns.
+#
 # ## Take this home
 #
-# QLoRA with checkpoints, by the libraries alone: `four_bits` and `adapters()` are those of recipes 9 and 10; write your model's name in place of `resolve(…)`, and your own rows. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
+# QLoRA with checkpoints, by the libraries alone but for the data and the measurement: `four_bits` and `adapters()` are those of recipes 9 and 10; write your model's name in place of `resolve(…)`, and your own rows. With rows of `messages` TRL trains on the prompt, too: set `assistant_only_loss=True`, or give rows with `prompt` and `completion`. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
 
 # %%
 from trl import SFTConfig, SFTTrainer

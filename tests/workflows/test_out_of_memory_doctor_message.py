@@ -126,7 +126,7 @@ FORMS = [
     Form(
         TORCH_1,
         "CUDA",
-        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
         {"asked": 2.93, "limit": 23.8, "allocated": 12.04, "free": 2.82, "unallocated": 7.65},
     ),
     # 0.77 GiB are not accounted for: our own CUDA context, not another process.

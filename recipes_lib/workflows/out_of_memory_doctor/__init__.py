@@ -200,7 +200,7 @@ one block of XPU | no tensor above 4 GiB | | fewer or shorter rows, loss in chun
 """
 TOOLS = {"CUDA": "nvidia-smi", "ROCm": "rocm-smi", "XPU": "xpu-smi"}
 IN_ONE_PIECE = {
-    "CUDA": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "CUDA": "PYTORCH_ALLOC_CONF=expandable_segments:True",
     "ROCm": "PYTORCH_HIP_ALLOC_CONF=expandable_segments:True",
     "XPU": "torch.xpu.empty_cache()",
 }
