@@ -21,6 +21,7 @@ from typing import Any
 from recipes_lib.core.data.turns import Turn, shown
 
 THINKING = re.compile(r"</?think(?:ing)?>|\[/?THINK\]")  # what stands around it, in a content
+NO_CHANCE = 12  # characters: a text as long is in no mark of a template by chance
 LAST_MARK = re.compile(r"(<think(?:ing)?>|\[THINK\])\s*$")  # opens it, at the end of a question
 
 NO_TEMPLATE = (
@@ -322,7 +323,15 @@ def _check_order(text: str, pieces: Sequence[str], number: int, begins: int = 0)
 
 
 def _check_turn(turn: Turn, text: str, number: int, *, thinking: bool) -> None:
-    _check_order(text, pieces_of(turn, thinking=thinking), number)
+    pieces = pieces_of(turn, thinking=thinking)
+    _check_order(text, pieces, number)
+    given = "\n".join(pieces) + _json(turn.get("tool_calls", []))
+    for piece in pieces:
+        if len(piece) >= NO_CHANCE and text.count(piece) > given.count(piece):
+            raise ValueError(
+                f"the chat template writes a part of turn {number} (from 0) more than once, "
+                f"{shown(piece)}: take another template"
+            )
     for call in turn.get("tool_calls", []):
         function = call["function"]
         # What Python prints for an object is not what a tool reads.

@@ -243,6 +243,15 @@ def test_a_template_that_drops_a_turn_is_not_believed(tokenizer):
         tokenize_chat(tokenizer, chat)
 
 
+def test_a_template_that_writes_an_answer_twice_is_not_believed(tokenizer):
+    """The mistake: half of what is learnt is a repetition that nobody wrote."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }} {{ m.content }}</s>{% endfor %}"
+    )
+    with pytest.raises(ValueError, match=r"turn 1 .* more than once"):
+        tokenize_chat(tokenizer, [user("Where is Oslo?"), answer("It is in Norway.")])
+
+
 # --- tools ----------------------------------------------------------------------------------------
 
 
