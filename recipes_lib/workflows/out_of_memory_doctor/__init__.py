@@ -416,4 +416,9 @@ def _lines_that_apply(question: Question, first: Remedy) -> list[str]:
         if "finetune" in command and "checkpointing" in first.stack:
             command += " --gradient-checkpointing"
         lines += command.splitlines()
+        lacking = [name for name in first.stack if name not in ("checkpointing", *priced)]
+        if "finetune" in command and lacking:
+            lines.append(f"# It has no {' and no '.join(lacking)}.")
+            lines.append("# Where memory runs out, apply the lines above in a loop of your own,")
+            lines.append("# as scripts/train_long_sequences.py does.")
     return lines
