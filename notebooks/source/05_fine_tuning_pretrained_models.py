@@ -21,6 +21,8 @@
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
+# Thirty of the 48 need no more than copying: recipe 5 shows what that says about 31 and 30.
+#
 # A pretrained model knows a language, and not your task. This notebook teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways, with one loop. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. How much memory and time does each take, and how many answers are right on new sentences?
 #
 # | | |
@@ -754,7 +756,26 @@ for is_right in (1, 0):
         print(f"    wanted {wanted[number]}")
 
 # %% [markdown]
-# The form is always right, and day and task nearly always. What is wrong is the time. LoRA reads 28 of 34 times in the morning, and 3 of 14 in the afternoon, where 12 must mostly be added. With twice the pairs these are 34 and 11. Such errors probably ask for more pairs of that kind.
+# The form is always right, and day and task nearly always. What is wrong is the time. LoRA reads 28 of 34 times in the morning, and 3 of 14 in the afternoon. With twice the pairs these are 34 and 11. Before you believe a score, ask what a rule gets that understands nothing. Most times can be copied: 8:35 am is 08:35. Only from 1 pm on, and at 12 am, the hour changes.
+
+# %%
+import re
+
+
+def digits_of(question):
+    """The time as it stands in the sentence: whoever copies it looks at no am or pm."""
+    hour, minute = re.search(r"(\d+):(\d+)", question["prompt"]).groups()
+    return f"{int(hour):02}:{minute}"
+
+
+copied = [
+    digits_of(question) == json.loads(answer)["time"]
+    for question, answer in zip(questions, wanted)
+]
+print(f"a rule that copies the digits: {sum(copied)} of {len(copied)} right")
+
+# %% [markdown]
+# So LoRA and QLoRA, which get 31 and 30 from 240 pairs, are no better than this rule: they learned the form, and hardly the clock. Full fine-tuning, with 43, and LoRA on twice the pairs, with 45, learned it. Put such a rule into the table of any task of yours, and count the rows that it cannot answer.
 #
 # ## 6. What LoRA leaves untrained, in silence
 #
