@@ -149,16 +149,20 @@ def for_long_texts(model):
 
 
 def update(model, optimizer, texts, around=contextlib.nullcontext):
-    """One step from the gradients of several texts [1, S], which add up."""
+    """One step from several texts [1, S], in which each token counts the same."""
+    targets = sum(ids.shape[1] - 1 for ids in texts)
+    total = 0.0
     for ids in texts:
         with around():
             with torch.autocast(here.device, torch.bfloat16, enabled=here.native_bf16):
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            (loss / len(texts)).backward()
+                mean = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = mean * ((ids.shape[1] - 1) / targets)
+            loss.backward()
+        total += loss.detach()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.detach()
+    return total
 
 
 book = tokenizer(load_text(split="validation")[:200_000])["input_ids"]
@@ -1069,7 +1073,7 @@ print(diagnosis.check())
 # %% [markdown]
 # ### A trap: hybrid models
 #
-# Qwen3.5, Qwen3-Next, LFM2 and the Mamba hybrids have attention in some layers only. The others are recurrences, or gated short convolutions in LFM2: their time grows with S. Without the packages of their kernels, transformers computes a loop in fp32 and says so once. Published for Qwen3.5-9B ([#48718](https://github.com/huggingface/transformers/issues/48718)): 1.22 s a step, and 0.70 s with `flash-linear-attention` installed. And their state runs past every mask, so *packed documents*, short texts in one row, read each other:
+# Qwen3.5, Qwen3-Next, LFM2 and the Mamba hybrids have attention in some layers only. The others are recurrences, or gated short convolutions in LFM2: their time grows with S. Without the packages of their kernels, transformers computes a loop in fp32 and says so once. Published for Qwen3.5-9B ([#48718](https://github.com/huggingface/transformers/issues/48718)): 1.22 s a step, and 0.70 s with `flash-linear-attention` installed. Their state runs past every mask. A kernel knows where a document begins only if it is told so: in transformers Qwen3-Next and Qwen3.5 read `cu_seq_lens_q`, which `DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)` gives. Without it *packed documents*, short texts in one row, read each other:
 
 # %%
 import transformers
