@@ -92,7 +92,6 @@ class HostStore:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.computing = torch.cuda.current_stream(device)
 
     def send(self, saved: SavedStorage) -> None:
         saved.copy = torch.empty(saved.size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -103,16 +102,23 @@ class HostStore:
         self._start(saved, source=saved.copy, target=saved.bytes)
 
     def _start(self, saved: SavedStorage, *, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.stream.wait_stream(self.computing)  # which may still write the source
+        self.stream.wait_stream(self._computing())  # which may still write the source
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
         copied = self.stream.record_event()
         # Device memory belongs to the computing stream. It waits before it frees any, so there is
         # no need for `record_stream`.
-        saved.wait = functools.partial(self.computing.wait_event, copied)
+        saved.wait = functools.partial(self._wait_for, copied)
+
+    def _wait_for(self, copied: torch.cuda.Event) -> None:
+        self._computing().wait_event(copied)
+
+    def _computing(self) -> torch.cuda.Stream:
+        """The stream of the caller; a model may compute on another one than it was made on."""
+        return torch.cuda.current_stream(self.device)
 
     def close(self) -> None:
-        self.computing.wait_stream(self.stream)
+        self._computing().wait_stream(self.stream)
 
 
 class DiskStore:
