@@ -34,7 +34,7 @@ from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.precision.pure_bf16 import bf16_adamw
 from recipes_lib.training.curriculum import flops_per_token
-from recipes_lib.workflows.longest import find_longest, peak_of
+from recipes_lib.workflows.longest_sequence import find_longest, peak_of
 
 LEAST_BYTES = 4096  # of what goes to the host
 RANK = 16  # of QLoRA's adapters

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import Run, newest
-from recipes_lib.report.bars import Bars, bars
-from recipes_lib.report.figure import Chart
+from recipes_lib.report.charts.bars import Bars, bars
+from recipes_lib.report.charts.figure import Chart
 from recipes_lib.report.style import percent
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "memory.png"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows
+from recipes_lib.core.ranks.weighted_step import counted_tokens, rank_rows
 
 
 def read_options(words: list[str] | None = None) -> argparse.Namespace:

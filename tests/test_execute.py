@@ -52,7 +52,9 @@ def test_a_whole_run_replaces_the_earlier_one(execute, monkeypatch, tmp_path):
 def test_shown_code_is_refreshed_where_that_is_possible(execute, tmp_path):
     """The mistake: `prose` keeps older lines of a function, or puts new ones into printed text."""
     source = tmp_path / "10_shows.py"
-    source.write_text("# %%\nfrom recipes_lib.report import figure\n\nshow(figure.new_figure)\n")
+    source.write_text(
+        "# %%\nfrom recipes_lib.report.charts import figure\n\nshow(figure.new_figure)\n"
+    )
     ((cell, codes),) = execute.shown_code(execute.build(source))
     older = execute.show.in_markdown("def older(): ...")
     cell.outputs = [execute.nbformat.v4.new_output("display_data", dict(older))]

@@ -283,7 +283,7 @@ print(f"predicted: {mib(dry_peak)}")
 
 # %%
 from recipes_lib.report.ladders.memory import MemoryLadder
-from recipes_lib.report.timeline import timeline_chart
+from recipes_lib.report.charts.memory_timeline import timeline_chart
 
 ladder = MemoryLadder(
     "01_large_models_limited_hardware", rows=sizes.rows, length=sizes.tokens

@@ -190,7 +190,7 @@ from recipes_lib.parallel.bandwidth import (
     measure_bus_bandwidth,
     ring_all_reduce,
 )
-from recipes_lib.report.lines import lines
+from recipes_lib.report.charts.lines import lines
 from recipes_lib.report.show import show
 from recipes_lib.workflows.on_ranks.demonstrations import ring_by_hand
 
@@ -317,7 +317,7 @@ climb("DDP", 2, "rows are split")
 # **Why not more?** Look at one step. The gradients of the last block are ready when most of backward is still to come. DDP puts them into buckets and sends each bucket as soon as it is full, while the rest of backward goes on. If all gradients are in one bucket, nothing can be sent before the end:
 
 # %%
-from recipes_lib.report.spans import Span, spans
+from recipes_lib.report.charts.spans import Span, spans
 from recipes_lib.workflows.on_ranks.demonstrations import lanes_of_a_step
 
 
@@ -360,7 +360,7 @@ spans(panels, title="Buckets are sent while backward goes on")
 # Rows have unequal numbers of tokens with a loss. DDP takes the mean over the ranks. If each rank divides by the number of its own tokens, a token on a rank with short rows weighs more than others, and no error says so. Here both means are computed from the same batch, without any ranks:
 
 # %%
-from recipes_lib.core.ranks.rank_step import sum_of_losses
+from recipes_lib.core.ranks.weighted_step import sum_of_losses
 from recipes_lib.workflows.on_ranks.train import byte_batches
 
 (whole,) = byte_batches(steps=1, **batch)
@@ -604,7 +604,7 @@ print(f"the losses differ by {quantized_difference:.0e}")
 # The claim about 70 billion weights can be checked without any card. PyTorch can pretend that other ranks exist, and that tensors have shapes and no data. So this machine takes a step of rank 0 of 2 on the shape of Llama 3.1 70B, one row of 1,024 tokens, every block checkpointed, and counts every byte:
 
 # %%
-from recipes_lib.parallel.quantized_shards.dry_run import (
+from recipes_lib.parallel.quantized_shards.predicted_rank import (
     beside_parts,
     dry_quantized_rank,
 )
@@ -990,8 +990,8 @@ ladder.chart()
 # **Is it the same training?** The last column is the largest difference of any loss from that of one process. It is about one millionth, which is what rounding leaves when sums are taken in another order. In these few steps it does not grow:
 
 # %%
-from recipes_lib.report.figure import new_figure
-from recipes_lib.report.lines import draw_lines
+from recipes_lib.report.charts.figure import new_figure
+from recipes_lib.report.charts.lines import draw_lines
 
 others = ["DDP", "FSDP (ZeRO-3)", "tensor parallel", "pipeline (1F1B)"]
 others += ["context parallel (ring)"]
@@ -1025,7 +1025,7 @@ figure
 # **How much faster?** The same batch by one rank and by two, each with one thread:
 
 # %%
-from recipes_lib.report.bars import Bars, bars
+from recipes_lib.report.charts.bars import Bars, bars
 from recipes_lib.report.style import LOST, RECIPE
 
 tokens_in_a_step = sizes.rows * sizes.tokens
@@ -1119,7 +1119,7 @@ figure
 # Take the first that fits, from the one that sends least to the one that keeps least. The map is computed by arithmetic alone, for a training of all weights in fp32 with AdamW, on cards of 80 GiB of which 10 are for activations. It has two rules beside memory, from *The Ultra-Scale Playbook*: tensor parallelism (TP) takes the 8 ranks of one machine, and FSDP alone is not used on more than 512 ranks, because its gathers then take too long:
 
 # %%
-from recipes_lib.report.figure import readable_on
+from recipes_lib.report.charts.figure import readable_on
 from recipes_lib.report.style import BY_ARITHMETIC, LINES
 from recipes_lib.workflows.which_strategy import STRATEGIES, which_strategy
 

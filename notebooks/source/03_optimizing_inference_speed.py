@@ -257,7 +257,7 @@ print(tokenizer.decode(generate_with_transformers(model, sizes.new_tokens)))
 
 # %%
 from recipes_lib.core.measure import timed
-from recipes_lib.report.points import points
+from recipes_lib.report.charts.points import points
 from recipes_lib.report.style import INK
 
 
@@ -651,7 +651,7 @@ add_row("int8 hybrid", hybrid)
 from recipes_lib.core.model.linears import output_layer_name
 from recipes_lib.report.overhead_fit import fit_overhead
 from recipes_lib.precision.int4 import apply_int4
-from recipes_lib.report.lines import lines
+from recipes_lib.report.charts.lines import lines
 from recipes_lib.report.style import LINES
 
 

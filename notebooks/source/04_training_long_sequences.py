@@ -249,7 +249,7 @@ def adamw(model):
 
 # %%
 from recipes_lib.core.predict import equation
-from recipes_lib.workflows.longest import predicted_longest
+from recipes_lib.workflows.longest_sequence import predicted_longest
 
 build = partial(model_of_shape, sizes.shape, layers=sizes.layers, dtype=dtype)
 weightless = build(device="meta")  # weighs nothing: enough for arithmetic
@@ -290,7 +290,7 @@ print(f"longest text: {longest_by(eager_terms):,} tokens")
 
 # %%
 from recipes_lib.report.ladders.length import LengthLadder, counted_here, duration
-from recipes_lib.workflows.longest import peak_of, search
+from recipes_lib.workflows.longest_sequence import peak_of, search
 
 ladder = LengthLadder(
     "04_training_long_sequences",
@@ -842,7 +842,7 @@ ladder.chart()
 
 # %%
 from recipes_lib.core.measure.timeline import record_timeline
-from recipes_lib.report.timeline import timeline_chart
+from recipes_lib.report.charts.memory_timeline import timeline_chart
 
 # As in the search: dry steps on a CPU, real ones on a GPU.
 as_searched = contextlib.nullcontext if on_gpu else dry_run
@@ -1128,7 +1128,7 @@ from recipes_lib.attention.sliding_window import (
     predicted_speedup,
     sliding_window_attention,
 )
-from recipes_lib.report.pattern import pattern_chart
+from recipes_lib.report.charts.pattern import pattern_chart
 
 positions = torch.arange(64)
 distance = positions[:, None] - positions  # of a query (down) from a key (right)
@@ -1237,7 +1237,7 @@ except ValueError as reason:
 # These texts take minutes on a CPU, so the curves come from the machine below the picture: the mean of three texts, without further training (`python -m benchmarks.gpu --parts rope`).
 
 # %%
-from recipes_lib.report.lines import lines
+from recipes_lib.report.charts.lines import lines
 from recipes_lib.report.records import recorded
 from recipes_lib.report.style import INK
 

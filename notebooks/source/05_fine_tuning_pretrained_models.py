@@ -674,7 +674,7 @@ for look, (first, second) in looks.items():
 del after["before training"]
 
 # %%
-from recipes_lib.report.figure import new_figure
+from recipes_lib.report.charts.figure import new_figure
 from recipes_lib.report.style import INK, RECIPE
 
 at_left = {"QLoRA": {"ha": "right", "xytext": (-7, 3)}}

@@ -178,7 +178,7 @@ for way in sizes.ways:
 
 # %%
 from recipes_lib.core.data.images import handwritten_digits
-from recipes_lib.report.figure import new_figure
+from recipes_lib.report.charts.figure import new_figure
 
 train, test = handwritten_digits(train=sizes.train, test=sizes.test)
 print(f"{len(train):,} images to learn from, {len(test):,} to measure with")
@@ -597,7 +597,7 @@ for bits, found in bits_of.items():
 # %%
 from recipes_lib.edge.export import PlainRecorder, export_to_executorch, plain_replay
 from recipes_lib.edge.runtime import load_pte, measured_peak_bytes
-from recipes_lib.report.delegated_operators import delegation_chart
+from recipes_lib.report.charts.delegated_operators import delegation_chart
 
 show(PlainRecorder)
 show(plain_replay)
@@ -778,7 +778,7 @@ ladder.take_turns(rounds=sizes.rounds)
 ladder
 
 # %%
-from recipes_lib.report.bars import Bars, bars
+from recipes_lib.report.charts.bars import Bars, bars
 
 outside = [row for row in ladder.rows if "ExecuTorch" in row.name or "ONNX" in row.name]
 bars(

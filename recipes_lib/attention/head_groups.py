@@ -37,10 +37,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes_lib.core.measure.machine import require
+from recipes_lib.core.model.caches_of_checkpointed_blocks import (
+    caches_among,
+    generates,
+    without_caches,
+)
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
-from recipes_lib.core.model.recompute import caches_among, generates, without_caches
 from recipes_lib.core.model.recomputed_parts import (
     needs_backward,
     refuse_selective_checkpointing,

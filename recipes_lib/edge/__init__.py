@@ -12,5 +12,5 @@ _executorch   the runtime of this process: its kernels, and one pool of threads 
 _exported_file  what an export leaves behind: a file, and which operators a backend has taken
 _graph        a model as a graph of operators: what every exporter starts from
 _llama        what a program with a Llama of its own takes: the same model, its rows in pairs
-_noise        keep away what libraries print: their output goes to a file
+_silenced_libraries  keep away what libraries print: their output goes to a file
 """

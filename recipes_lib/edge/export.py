@@ -41,7 +41,7 @@ from recipes_lib.edge._exported_file import (
     whole_or_none,
 )
 from recipes_lib.edge._graph import capture_graph, sparing_the_collector
-from recipes_lib.edge._noise import noise_to
+from recipes_lib.edge._silenced_libraries import noise_to
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from recipes_lib.core.model.linears import refuse_quantized
 from recipes_lib.core.model.vocabulary import stops_of
 from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
 from recipes_lib.edge._llama import head_width, in_pairs, require_llama
-from recipes_lib.edge._noise import noise_to
+from recipes_lib.edge._silenced_libraries import noise_to
 
 KINDS = ("q8_0", "f16", "f32")
 BLOCK = 32  # weights of q8_0 that share a scale

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from recipes_lib.core.measure.machine import require
 from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
 from recipes_lib.edge._graph import capture_graph, sparing_the_collector
-from recipes_lib.edge._noise import noise_to
+from recipes_lib.edge._silenced_libraries import noise_to
 
 # What a quantized file must not do in fp32.
 LAYERS = ("Conv", "Gemm", "MatMul")

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from recipes_lib.core.measure.machine import require
 from recipes_lib.edge._graph import capture_graph, sparing_the_collector
-from recipes_lib.edge._noise import noise_to
+from recipes_lib.edge._silenced_libraries import noise_to
 
 BATCH = 64  # of the calibration
 

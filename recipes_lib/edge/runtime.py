@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from recipes_lib.edge._executorch import executorch_runtime
-from recipes_lib.edge._noise import noise_to
+from recipes_lib.edge._silenced_libraries import noise_to
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -37,7 +37,12 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from recipes_lib.core.checks import check_choice
-from recipes_lib.core.model import recompute
+from recipes_lib.core.model.caches_of_checkpointed_blocks import (
+    argument_names,
+    generates,
+    require_no_checkpoints,
+    without_caches,
+)
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
@@ -98,9 +103,9 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
     require_causal_lm(model)
     blocks = decoder_blocks(model)
     check_choice(("block", "selective"), mode=mode)
-    recompute.require_no_checkpoints(blocks)
+    require_no_checkpoints(blocks)
     for index in range(0, len(blocks), every):
-        names = recompute.argument_names(blocks[index])
+        names = argument_names(blocks[index])
         mix_in(
             blocks[index],
             Checkpointed,
@@ -119,9 +124,9 @@ class Checkpointed:
     argument_names: tuple[str, ...]  # of the block's forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if recompute.generates(self, args, kwargs):
+        if generates(self, args, kwargs):
             return super().forward(*args, **kwargs)
-        args, kwargs = recompute.without_caches(
+        args, kwargs = without_caches(
             args, kwargs, index=self.checkpointed_index, names=self.argument_names
         )
         # A reentrant checkpoint, the older kind, gives weights no gradient if the block's input

@@ -38,7 +38,12 @@ from torch.utils.checkpoint import checkpoint
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.dry_run import dry, real_tensors
-from recipes_lib.core.model import recompute
+from recipes_lib.core.model.caches_of_checkpointed_blocks import (
+    argument_names,
+    generates,
+    require_no_checkpoints,
+    without_caches,
+)
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
@@ -85,7 +90,7 @@ def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None
     require_causal_lm(model)
     check_choice(("host", "disk"), to=to)
     blocks = decoder_blocks(model)
-    recompute.require_no_checkpoints(blocks)
+    require_no_checkpoints(blocks)
     places = [_frozen_weights(block) for block in blocks]
     if not all(places):
         raise ValueError(
@@ -97,7 +102,7 @@ def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None
         raise ValueError(f"to='host': the weights on {device} are there already; use to='disk'")
     weights = StreamedWeights(places, make_store(to, device, directory))
     for number, block in enumerate(blocks):
-        names = recompute.argument_names(block)
+        names = argument_names(block)
         attributes = {"checkpointed_index": number, "argument_names": names}
         mix_in(block, Streamed, streamed_weights=weights, **attributes)
     return model
@@ -111,9 +116,9 @@ class Streamed:
     streamed_weights: StreamedWeights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if recompute.generates(self, args, kwargs):
+        if generates(self, args, kwargs):
             return self._with_weights(super().forward, *args, **kwargs)
-        args, kwargs = recompute.without_caches(
+        args, kwargs = without_caches(
             args, kwargs, index=self.checkpointed_index, names=self.argument_names
         )
         forward = functools.partial(self._with_weights, super().forward)

@@ -40,7 +40,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.model import recompute
+from recipes_lib.core.model.caches_of_checkpointed_blocks import (
+    argument_names,
+    generates,
+    require_no_checkpoints,
+    without_caches,
+)
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     require_causal_lm,
@@ -82,13 +87,13 @@ def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
     """
     require_causal_lm(model)
     blocks = decoder_blocks(model)
-    recompute.require_no_checkpoints(blocks)
+    require_no_checkpoints(blocks)
     for first in range(0, len(blocks), group):
         last = min(first + group, len(blocks)) - 1
         shared = _Group(first, last)
         for index in range(first, last + 1):
             # Attributes of the block: a deep copy of the model gets groups of its own.
-            names = recompute.argument_names(blocks[index])
+            names = argument_names(blocks[index])
             mix_in(
                 blocks[index],
                 Nested,
@@ -145,13 +150,11 @@ class Nested:
         if index == group.first:
             group.forget()  # an error in an earlier forward may have left some calls
         # A block in eval mode that finds calls of others waiting must not run without them.
-        if not group.calls and recompute.generates(self, args, kwargs):
+        if not group.calls and generates(self, args, kwargs):
             return super().forward(hidden_states, *args, **kwargs)
         _refuse_collecting()
         group.require_next(index, hidden_states)
-        args, kwargs = recompute.without_caches(
-            args, kwargs, index=index, names=self.argument_names[1:]
-        )
+        args, kwargs = without_caches(args, kwargs, index=index, names=self.argument_names[1:])
         group.calls.append(_Call(super().forward, args, kwargs))
         if index < group.last:
             group.handed_on = hidden_states

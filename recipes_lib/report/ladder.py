@@ -38,7 +38,7 @@ from rich.text import Text
 from recipes_lib.core.measure import there_and_back
 from recipes_lib.core.measure.free_memory import free_memory_bytes, release_memory
 from recipes_lib.core.measure.provenance import provenance, runs_dir
-from recipes_lib.report.bars import Bars, bars
+from recipes_lib.report.charts.bars import Bars, bars
 from recipes_lib.report.style import FACTOR, three_digits
 
 WIDTH = 88  # of a printed line, as in the code cells of a notebook

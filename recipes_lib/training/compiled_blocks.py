@@ -46,6 +46,7 @@ from torch.utils import _python_dispatch as dispatch
 from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.model.bytes_of_tensors import quantization_tensors
+from recipes_lib.core.model.caches_of_checkpointed_blocks import caches_among
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.compiling import require_compiler, require_kernels_for
 from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, COMPILED, any_marked, mark, unmark
@@ -54,7 +55,6 @@ from recipes_lib.core.model.mixins import (
     require_forward_of_class,
     unmixed_class,
 )
-from recipes_lib.core.model.recompute import caches_among
 
 BACKEND = "inductor"  # PyTorch's own, which writes the kernels
 
@@ -252,7 +252,7 @@ def _with_gradient(hidden: torch.Tensor) -> torch.Tensor:
 
 def _require_first(model: Any) -> None:
     """Sharding and checkpoints have to stay outside of the graphs, so they come later."""
-    from recipes_lib.core.ranks.rank_bytes import is_sharded  # imports much
+    from recipes_lib.core.ranks.bytes_held import is_sharded  # imports much
 
     if is_sharded(model):
         raise ValueError(

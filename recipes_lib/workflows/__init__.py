@@ -1,6 +1,6 @@
 """Techniques put together, with their estimates: what a user runs as one thing.
 
-longest                        the longest sequence that fits in memory: predicted, then searched
+longest_sequence               the longest sequence that fits in memory: predicted, then searched
 out_of_memory_doctor           what to try against an out-of-memory error, in which order
 which_strategy                 the simplest way to share a model among GPUs that fits
 on_ranks                       one training under many strategies, on several ranks

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.core.model.integer_grid import on_grid, to_grid
 from recipes_lib.edge import language_model
-from recipes_lib.edge._noise import noise_to
+from recipes_lib.edge._silenced_libraries import noise_to
 from recipes_lib.edge.language_model import (
     export_language_model,
     load_language_model,

@@ -17,7 +17,7 @@ import transformers
 from torch import distributed
 from torch.nn import functional as F
 
-from recipes_lib.core.ranks.rank_step import rank_rows, rank_step
+from recipes_lib.core.ranks.weighted_step import rank_rows, rank_step
 from tests.small_models import as_if_trained
 
 VOCABULARY = 256

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
-from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows
+from recipes_lib.core.ranks.weighted_step import counted_tokens, rank_rows
 from recipes_lib.parallel.checkpoint import (
     latest_checkpoint,
     load_by_hand,

@@ -12,7 +12,7 @@ from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
-from recipes_lib.core.ranks.rank_step import rank_rows
+from recipes_lib.core.ranks.weighted_step import rank_rows
 from recipes_lib.parallel.context_parallel import (
     apply_context_parallel,
     loss_of_all,

@@ -6,7 +6,7 @@ from torch import distributed
 
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import mesh_of
-from recipes_lib.core.ranks.rank_step import rank_rows
+from recipes_lib.core.ranks.weighted_step import rank_rows
 from recipes_lib.parallel.pipeline_parallel import (
     apply_pipeline_parallel,
     order_of_rank,

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from recipes_lib.core.measure.timeline import Point, Timeline
-from recipes_lib.report.bars import Bars, bars
-from recipes_lib.report.delegated_operators import delegation_chart
-from recipes_lib.report.lines import lines
-from recipes_lib.report.pattern import pattern_chart
-from recipes_lib.report.points import points, worth_having
-from recipes_lib.report.spans import Span, spans
+from recipes_lib.report.charts.bars import Bars, bars
+from recipes_lib.report.charts.delegated_operators import delegation_chart
+from recipes_lib.report.charts.lines import lines
+from recipes_lib.report.charts.memory_timeline import timeline_chart
+from recipes_lib.report.charts.pattern import pattern_chart
+from recipes_lib.report.charts.points import points, worth_having
+from recipes_lib.report.charts.spans import Span, spans
 from recipes_lib.report.style import MIB
-from recipes_lib.report.timeline import timeline_chart
 
 
 def texts(axes):

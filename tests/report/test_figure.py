@@ -5,7 +5,7 @@ import io
 from PIL import Image
 
 from recipes_lib.report import style
-from recipes_lib.report.figure import name_at_right, new_figure, set_up
+from recipes_lib.report.charts.figure import name_at_right, new_figure, set_up
 
 PAGES = ("#ffffff", "#111111")
 

@@ -7,7 +7,7 @@ import torch
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict.flops import step_operations
-from recipes_lib.core.ranks.rank_run import RankRun
+from recipes_lib.core.ranks.run_result import RankRun
 from recipes_lib.report.ladder import Row
 from recipes_lib.report.ladders import edge, speed
 from recipes_lib.report.ladders.edge import EdgeLadder, chance

@@ -5,7 +5,11 @@ import torch
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict import Card, predict
-from recipes_lib.workflows.out_of_memory_doctor.dry import _all_alike, build_with, dry_peak
+from recipes_lib.workflows.out_of_memory_doctor.predicted_steps import (
+    _all_alike,
+    build_with,
+    dry_peak,
+)
 from recipes_lib.workflows.out_of_memory_doctor.remedies import (
     LORA,
     Question,

@@ -18,7 +18,7 @@ marks  what techniques leave on parameters and blocks for each other
 mixins  mix a class into one module of a model, and take it out again
 output_layer  a causal LM up to its output layer, for losses that make the logits
 probe  a technique proves itself on the model that it is given, or leaves it as it was
-recompute  what checkpointed blocks have in common: a KV cache must not be filled twice
+caches_of_checkpointed_blocks  a block that runs twice must not fill a KV cache twice
 recomputed_parts  a part of a block in parts of its own, each once more in backward
 recurrence_kernels  which kernels the recurrences of a hybrid model want, and which are missing
 second_derivatives  a backward written by hand refuses create_graph=True

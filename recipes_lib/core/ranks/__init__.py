@@ -7,10 +7,10 @@ agreement      ranks that differ, or of which one fails: an error on all of them
 collectives    gather, scatter and exchange one tensor, sum a few numbers over ranks
 gradient_norm  clip by the norm of all gradients, of which each rank holds a part
 meshes         places of the ranks along named axes
-rank_bytes     what one rank holds: bytes of parameters, gradients and optimizer states
+bytes_held     what one rank holds: bytes of parameters, gradients and optimizer states
 rank_pool      ranks that stay alive: several functions on the same processes
-rank_run       what a training run on several ranks leaves behind, as plain numbers
-rank_step      a rank's rows, and one optimizer step in which every token weighs the same
+run_result     what a training run on several ranks leaves behind, as plain numbers
+weighted_step  a rank's rows, and one optimizer step in which every token weighs the same
 traffic        what a step sends to other ranks: calls and bytes by kind of collective
 """
 

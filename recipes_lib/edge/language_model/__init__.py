@@ -65,7 +65,7 @@ from recipes_lib.edge._exported_file import (
 )
 from recipes_lib.edge._graph import sparing_the_collector
 from recipes_lib.edge._llama import require_llama
-from recipes_lib.edge._noise import noise_to
+from recipes_lib.edge._silenced_libraries import noise_to
 from recipes_lib.edge.language_model.runtime import PteLanguageModel
 from recipes_lib.edge.language_model.weights import (
     LINEARS,

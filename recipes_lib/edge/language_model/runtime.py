@@ -27,7 +27,7 @@ from recipes_lib.core.data.tokens_and_labels import IGNORED, Row
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.decoding import token_row
 from recipes_lib.edge._executorch import executorch_runtime
-from recipes_lib.edge._noise import noise_to
+from recipes_lib.edge._silenced_libraries import noise_to
 
 ATTENTION_OPERATORS = "executorch.extension.llm.custom_ops.custom_ops"  # imported, they register
 

@@ -25,7 +25,7 @@ In production   `torchrun --nproc-per-node 8 train.py` with DistributedDataParal
 Source     Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
            VLDB 2020.
 
-That every token weighs the same is the work of core/ranks/rank_step.py.
+That every token weighs the same is the work of core/ranks/weighted_step.py.
 
 lanes  what computes when, and what is sent meanwhile, in one step
 """
@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes_lib.core.checks import check_number
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
-from recipes_lib.core.ranks.rank_step import Batch, rank_step, sum_of_losses
+from recipes_lib.core.ranks.weighted_step import Batch, rank_step, sum_of_losses
 from recipes_lib.parallel._sharding import require_new_on_ranks
 
 # --- the idea: what a learner can copy ------------------------------------------------------------

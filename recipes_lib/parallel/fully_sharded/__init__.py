@@ -108,7 +108,7 @@ def apply_fully_sharded(
     """Shard the parameters of `model` over the ranks, in place. Returns `model`.
 
     Every rank calls it, with the same weights, before the optimizer is made. A step is
-    `core.ranks.rank_step.rank_step`, or a loop as in one process: gradients are means over the
+    `core.ranks.weighted_step.rank_step`, or a loop as in one process: gradients are means over the
     ranks. Parameters are DTensors afterwards; `parameter.full_tensor()` puts one together.
 
     Args:

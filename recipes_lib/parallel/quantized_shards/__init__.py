@@ -23,7 +23,7 @@ Source     Answer.AI, "You can now train a 70b language model at home" and its b
 
 The order of recipes: QLoRA, checkpoints, this, the optimizer.
 
-dry_run  the memory of one rank for a model of any size, without a GPU
+predicted_rank  the memory of one rank for a model of any size, without a GPU
 cut_vocabulary  a frozen embedding and output layer, gathered a few rows at a time
 layer  a 4-bit linear layer whose codes and scales are parameters
 """
@@ -93,7 +93,7 @@ def apply_quantized_shards(
     """Shard a model that `apply_qlora` returned, in place, its 4-bit weights too. Returns `model`.
 
     Every rank calls it, with the same base and the same adapters, before the optimizer is made.
-    Seed the ranks alike before adapters are drawn. A step is `core.ranks.rank_step.rank_step`.
+    Seed the ranks alike before adapters are drawn. A step is `core.ranks.weighted_step.rank_step`.
 
     Args:
         mesh: as in `apply_fully_sharded`.

@@ -56,7 +56,7 @@ from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
 from recipes_lib.core.ranks.collectives import sums_over_ranks
-from recipes_lib.core.ranks.rank_step import Batch, sum_of_losses, tokens_of_all_ranks
+from recipes_lib.core.ranks.weighted_step import Batch, sum_of_losses, tokens_of_all_ranks
 
 FOLDER = Path(__file__).resolve().parents[3] / "launch" / "deepspeed"
 AUTO = "auto"

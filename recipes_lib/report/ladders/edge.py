@@ -11,8 +11,8 @@ from typing import Any
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure import timed
+from recipes_lib.report.charts.points import points
 from recipes_lib.report.ladder import Column, Ladder, Row
-from recipes_lib.report.points import points
 from recipes_lib.report.style import (
     FACTOR,
     INK,

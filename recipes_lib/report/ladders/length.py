@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.ticker import LogLocator
 
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.report.figure import new_figure, set_up
+from recipes_lib.report.charts.figure import new_figure, set_up
 from recipes_lib.report.ladder import Column, Ladder, Row
 from recipes_lib.report.style import FACTOR, INK, RECIPE, WHOLE, measured_here
 

@@ -15,7 +15,7 @@ from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.predict import Build, Prediction, predict
 from recipes_lib.core.predict.flops import step_operations
-from recipes_lib.report.bars import Bars, of_rows
+from recipes_lib.report.charts.bars import Bars, of_rows
 from recipes_lib.report.ladder import (
     RATIO,
     TIME,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from recipes_lib.core.ranks.rank_run import RankRun
-from recipes_lib.report.bars import Bars, bars
+from recipes_lib.core.ranks.run_result import RankRun
+from recipes_lib.report.charts.bars import Bars, bars
 from recipes_lib.report.ladder import RATIO, TIME, Column, Ladder, Row, same_to
 from recipes_lib.report.style import (
     TERMS,

@@ -11,7 +11,7 @@ import torch
 
 from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.measure import timed
-from recipes_lib.report.bars import Bars
+from recipes_lib.report.charts.bars import Bars
 from recipes_lib.report.ladder import Column, Ladder, Row, cell, ranges_of, rates_by_name
 from recipes_lib.report.style import (
     FACTOR,

@@ -25,8 +25,8 @@ from recipes_lib.core.measure.dry_run import real_tensors
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 from recipes_lib.core.predict import Prediction, Step, predict
+from recipes_lib.report.charts.memory_timeline import timeline_chart
 from recipes_lib.report.ladders.memory import MemoryLadder
-from recipes_lib.report.timeline import timeline_chart
 from recipes_lib.workflows.bench.techniques import ENTRIES, Entry, plain_adamw, plain_step
 from recipes_lib.workflows.bench.techniques import LR as LR  # the benchmarks train with it too
 

@@ -30,7 +30,7 @@ from recipes_lib.core.model.checkpoint_state import check_same_run
 from recipes_lib.core.predict import Prediction, predict
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
-from recipes_lib.core.ranks.rank_step import rank_rows
+from recipes_lib.core.ranks.weighted_step import rank_rows
 from recipes_lib.fine_tuning.completion_only_loss import completion_only_loss
 from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora

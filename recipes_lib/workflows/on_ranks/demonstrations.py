@@ -22,7 +22,7 @@ from torch import distributed
 from torch.nn import functional as F
 
 from recipes_lib.core.ranks import group_device, rank, world_size
-from recipes_lib.core.ranks.rank_step import (
+from recipes_lib.core.ranks.weighted_step import (
     Batch,
     averaging,
     rank_step,

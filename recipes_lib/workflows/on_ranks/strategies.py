@@ -26,7 +26,7 @@ from recipes_lib.core.ranks import group_device, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import mesh_of
-from recipes_lib.core.ranks.rank_step import Batch, counted_tokens, rank_rows, rank_step
+from recipes_lib.core.ranks.weighted_step import Batch, counted_tokens, rank_rows, rank_step
 from recipes_lib.parallel.context_parallel import (
     apply_context_parallel,
     loss_of_all,

@@ -27,10 +27,10 @@ from recipes_lib.core.predict import predict
 from recipes_lib.core.predict.equation import plain_step, sharded
 from recipes_lib.core.predict.ranks import pretended_ranks
 from recipes_lib.core.ranks import group_device, require_group, world_size
-from recipes_lib.core.ranks.rank_bytes import RankBytes, rank_bytes
-from recipes_lib.core.ranks.rank_run import RankRun
-from recipes_lib.core.ranks.rank_step import Batch
+from recipes_lib.core.ranks.bytes_held import RankBytes, rank_bytes
+from recipes_lib.core.ranks.run_result import RankRun
 from recipes_lib.core.ranks.traffic import Traffic, count_traffic
+from recipes_lib.core.ranks.weighted_step import Batch
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded, predicted_rank_bytes
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES, Options, Training
 

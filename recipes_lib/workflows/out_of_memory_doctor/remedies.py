@@ -168,7 +168,7 @@ class Remedies:
     def check(self) -> Iterator[str]:
         """What the step itself says of the row that is advised; of the next, if it does not fit."""
         # It imports every recipe, which takes as long as the whole answer by arithmetic.
-        from recipes_lib.workflows.out_of_memory_doctor.dry import dry_peak
+        from recipes_lib.workflows.out_of_memory_doctor.predicted_steps import dry_peak
 
         for remedy in in_order_of_advice(self.rows):
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recipes_lib.report.figure import Chart, name_at_right, new_figure, set_up
+from recipes_lib.report.charts.figure import Chart, name_at_right, new_figure, set_up
 from recipes_lib.report.style import INK, RECIPE, REFERENCE
 
 Place = tuple[float, float]

@@ -18,7 +18,7 @@ from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.predict import Prediction, predict
-from recipes_lib.core.ranks.rank_step import sum_of_losses
+from recipes_lib.core.ranks.weighted_step import sum_of_losses
 from recipes_lib.parallel.quantized_shards import apply_quantized_shards
 from recipes_lib.parallel.quantized_shards.layer import packed_shape
 

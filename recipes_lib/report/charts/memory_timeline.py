@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from recipes_lib.core.measure.timeline import KINDS, Point, Timeline
-from recipes_lib.report.figure import (
+from recipes_lib.report.charts.figure import (
     POINTS,
     WHITE_EDGE,
     WIDTH,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig
 
-from recipes_lib.core.model.recompute import without_caches
+from recipes_lib.core.model.caches_of_checkpointed_blocks import without_caches
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import torch
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import mesh_of
-from recipes_lib.core.ranks.rank_step import counted_tokens, rank_rows
-from recipes_lib.core.ranks.rank_step import tokens_of_all_ranks as tokens_of
+from recipes_lib.core.ranks.weighted_step import counted_tokens, rank_rows
+from recipes_lib.core.ranks.weighted_step import tokens_of_all_ranks as tokens_of
 from tests.core.refusal import refusal
 from tests.parallel.parity import (
     global_batch,

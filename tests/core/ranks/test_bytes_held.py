@@ -7,8 +7,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes_lib.core.ranks.bytes_held import RankBytes, rank_bytes
 from recipes_lib.core.ranks.meshes import default_mesh
-from recipes_lib.core.ranks.rank_bytes import RankBytes, rank_bytes
 
 LAYER = 4 * (32 * 32 + 32)  # bytes of an nn.Linear(32, 32) in fp32
 WHOLE = 4 * LAYER

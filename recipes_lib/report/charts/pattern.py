@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from matplotlib.colors import ListedColormap, to_rgba
 
-from recipes_lib.report.figure import WIDTH, Chart, new_figure
+from recipes_lib.report.charts.figure import WIDTH, Chart, new_figure
 from recipes_lib.report.style import INK, RECIPE
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from recipes_lib.report.bars import Bars, bars
+from recipes_lib.report.charts.bars import Bars, bars
 from recipes_lib.report.style import LOST, RECIPE
 
 COLORS = {"inside": RECIPE, "outside": LOST}

@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 
-from recipes_lib.edge._noise import noise_to
+from recipes_lib.edge._silenced_libraries import noise_to
 
 
 def test_all_ways_of_printing_go_to_the_file(tmp_path, capfd):

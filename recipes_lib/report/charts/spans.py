@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from recipes_lib.report.figure import POINTS, WIDTH, Chart, new_figure, readable_on, text_width
+from recipes_lib.report.charts.figure import (
+    POINTS,
+    WIDTH,
+    Chart,
+    new_figure,
+    readable_on,
+    text_width,
+)
 from recipes_lib.report.style import INK, MILLISECONDS, WORK
 
 WORDS = 8  # the size of a text inside a span

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from recipes_lib.report.figure import (
+from recipes_lib.report.charts.figure import (
     POINTS,
     WHITE_EDGE,
     WIDTH,
