@@ -42,8 +42,6 @@ def make_tokens(name: str, data: str | None = None) -> torch.Tensor:
     `data` is a file as docs/finetune.md has them. Every token of it is learnt, questions too.
     """
     if data is not None:
-        if name in SHAPES:
-            raise ValueError(f"{name} has no tokenizer for {data}: give --model a folder or hub id")
         tokenizer = load_tokenizer(name)
         ids: list[int] = []
         for pair in load_pairs(dataset=data):

@@ -17,9 +17,14 @@ SIZES = {
 }
 
 
+def small_config(family, **options):
+    """The configuration of a family ("Llama"), with these options, too."""
+    return getattr(transformers, f"{family}Config")(**SIZES | options)
+
+
 def small_model(family, **options):
-    """A causal LM of a family ("Llama"), in eval mode; its configuration has these options, too."""
-    config = getattr(transformers, f"{family}Config")(**SIZES | options)
+    """A causal LM of a family, in eval mode."""
+    config = small_config(family, **options)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 

@@ -70,36 +70,10 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def check_division(options: argparse.Namespace) -> None:
-    """Raise ValueError for numbers of ranks that do not divide the model or the batch."""
-    sizes = SHAPES[options.shape]
-    world = int(os.environ["WORLD_SIZE"])
-    if world % (options.tensor * options.pipeline):
-        raise ValueError(
-            f"{world} ranks: give a multiple of --tensor x --pipeline = "
-            f"{options.tensor} x {options.pipeline}"
-        )
-    data = world // (options.tensor * options.pipeline)
-    divided = {
-        f"--tensor {options.tensor}": (options.tensor, sizes.kv_heads, "heads of keys"),
-        f"--pipeline {options.pipeline}": (options.pipeline, sizes.layers, "layers"),
-        f"{data} data ranks x --micro-batch": (
-            data * options.micro_batch,
-            options.batch,
-            "rows (--batch)",
-        ),
-    }
-    for name, (parts, whole, what) in divided.items():
-        if whole % parts:
-            raise ValueError(f"{name} does not divide the {whole} {what}")
-
-
 # --- the model ------------------------------------------------------------------------------------
 
 
-def model_config(
-    sizes: ModelShape, options: argparse.Namespace, *, device: torch.device, dtype: torch.dtype
-) -> Any:
+def model_config(sizes: ModelShape, options: argparse.Namespace) -> Any:
     """Megatron's names for a Llama: RMSNorm, a gated MLP with SiLU, grouped heads, no biases."""
     return TransformerConfig(
         num_layers=sizes.layers,
@@ -113,15 +87,13 @@ def model_config(
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        bf16=True,
         tensor_model_parallel_size=options.tensor,
         pipeline_model_parallel_size=options.pipeline,
         # PyTorch's norm, which stands in for the fused one, sees whole rows only.
         sequence_parallel=FUSED and options.tensor > 1,
-        # Drawn whole and then cut, which is slow: any number of ranks begins with equal weights.
-        use_cpu_initialization=device.type == "cpu",
         # These are kernels of Apex, which is built by hand.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=FUSED,
@@ -133,12 +105,11 @@ def model_config(
 def make_model(options: argparse.Namespace, device: torch.device) -> DistributedDataParallel:
     """This rank's part of the model, with gradients that are added up among its copies."""
     sizes = SHAPES[options.shape]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     if FUSED:
         layer = get_gpt_layer_with_transformer_engine_spec()
     model = GPTModel(
-        config=model_config(sizes, options, device=device, dtype=dtype),
+        config=model_config(sizes, options),
         transformer_layer_spec=layer,
         vocab_size=sizes.vocabulary,
         max_sequence_length=options.length,
@@ -149,7 +120,7 @@ def make_model(options: argparse.Namespace, device: torch.device) -> Distributed
     ).to(device)
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=device.type == "cuda",  # ZeRO-1; it wants tensors of a GPU
+        use_distributed_optimizer=True,  # ZeRO-1
     )
     return DistributedDataParallel(model.config, settings, model)
 
@@ -161,9 +132,9 @@ def make_optimizer(model: Any, options: argparse.Namespace) -> Any:
         lr=options.learning_rate,
         weight_decay=0.0,
         clip_grad=options.max_norm,
-        bf16=model.config.bf16,
-        params_dtype=model.config.params_dtype,
-        use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
     )
     return get_megatron_optimizer(settings, [model])
 
@@ -172,8 +143,16 @@ def make_optimizer(model: Any, options: argparse.Namespace) -> Any:
 
 
 def micro_batches(rows: torch.Tensor, options: argparse.Namespace) -> list[torch.Tensor]:
-    """The micro-batches [b, S + 1] of this rank; ranks of one copy of the model read the same."""
+    """The micro-batches [b, S + 1] of this rank; ranks of one copy of the model read the same.
+
+    Megatron itself refuses ranks that do not divide the model.
+    """
     copies = ranks.get_data_parallel_world_size()
+    if len(rows) % (copies * options.micro_batch):
+        raise ValueError(
+            f"--batch {len(rows)}: give a multiple of {copies} data ranks x --micro-batch "
+            f"{options.micro_batch}"
+        )
     own = rows.chunk(copies)[ranks.get_data_parallel_rank()]
     return list(own.split(options.micro_batch))
 
@@ -229,9 +208,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         tensor_model_parallel_size=options.tensor,
         pipeline_model_parallel_size=options.pipeline,
     )
-    model_parallel_cuda_manual_seed(
-        0
-    )  # other weights on the ranks of a layer, equal ones on copies
+    # Other weights on the ranks of a layer, equal ones on copies.
+    model_parallel_cuda_manual_seed(0)
     model = make_model(options, device)
     optimizer = make_optimizer(model, options)
     tokens = text.make_tokens(tokenizer_for(options.shape))
@@ -255,11 +233,10 @@ def tokenizer_for(shape: str) -> str:
 
 @record  # a failing rank leaves its traceback in the summary that torchrun prints
 def main() -> None:
-    """Read the options, refuse what does not divide, and train on one GPU for each rank."""
+    """Read the options, and train on one GPU for each rank."""
     options = read_options()
     guards.require_torchrun(options.ranks)
     guards.require_gpu_for_each_rank("cuda")
-    check_division(options)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from recipes_lib.core.model.compiling import require_kernels_for
-
 LIMIT = 128  # masks in a process
 BACKEND = "inductor"
 
@@ -30,7 +28,6 @@ def compiled_block_mask(*args: Any, **options: Any) -> Any:
 
 def compiled_flex_attention(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """What `flex_attention` computes, as one kernel."""
-    require_kernels_for(q.device, {q.dtype})
     return _run_compiled(flex_attention, q, *args, **options)
 
 

@@ -47,14 +47,10 @@ def doctor(
     if shapes:
         print(table_of_shapes())
         return
-    from recipes_lib.core.checks import check_number
     from recipes_lib.core.measure.machine import GIB
     from recipes_lib.workflows.out_of_memory_doctor import diagnose
 
-    memory_bytes = None
-    if memory is not None:
-        check_number(above=0, memory=memory)
-        memory_bytes = int(memory * GIB)
+    memory_bytes = None if memory is None else int(memory * GIB)
     step = {"model": _model(model, dtype), "batch_size": batch_size, "seq_len": seq_len}
     where = {"memory_bytes": memory_bytes, "card": card or None, "gpus": gpus}
     diagnosis = diagnose(error=error, **step, **where)

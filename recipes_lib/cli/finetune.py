@@ -12,7 +12,6 @@ import datetime
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -39,8 +38,8 @@ def _option(panel: str, text: str, *names: str) -> Any:
 
 
 PAIRS = (
-    "JSON Lines, JSON, CSV, Parquet, TXT, a saved data set or a hub id, with prompt and "
-    "completion, messages, or text; may be given several times; else docstrings"
+    "JSON Lines, JSON, CSV, Parquet, TXT or a hub id, with prompt and completion, messages, or "
+    "text; may be given several times; else docstrings"
 )
 TEMPLATE = "chatml, or a file of Jinja, in place of the tokenizer's own"
 ADDED = "a token that the base has no trained row for; may be given several times"
@@ -123,7 +122,7 @@ def finetune(
         with Console(force_terminal=sys.stdout.isatty()).status("fine-tuning") as wheel:
             command.finetune(
                 run,
-                held_out_file=_without_tilde(held_out),
+                held_out_file=None if held_out is None else _without_tilde(held_out),
                 limit=limit,
                 longest=seq_len == AUTO,
                 drop_long=drop_long,
@@ -180,7 +179,7 @@ def _settings(options: dict[str, Any]) -> Settings:
     files = [_without_tilde(file) for file in options["data_file"] or [""]]
     settings["data_file"] = files[0] if len(files) == 1 else files
     settings["add_tokens"] = options["add_tokens"] or []
-    settings["seq_len"] = REPLACED if options["seq_len"] == AUTO else _number(options["seq_len"])
+    settings["seq_len"] = REPLACED if options["seq_len"] == AUTO else int(options["seq_len"])
     if options["precision"] is None:
         names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
         settings["precision"] = names[machine().compute_dtype]
@@ -193,15 +192,6 @@ def _settings(options: dict[str, Any]) -> Settings:
     return Settings(**settings)
 
 
-def _without_tilde(path: str | None) -> str | None:
+def _without_tilde(path: str) -> str:
     """The shell expands a `~` at the start of a word only, not in --output=~/runs."""
-    if path is None or not path.startswith("~"):
-        return path
-    return str(Path(path).expanduser())
-
-
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ValueError(f"--seq-len {text}: give a number of tokens, or {AUTO}") from error
+    return os.path.expanduser(path)

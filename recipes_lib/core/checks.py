@@ -7,7 +7,6 @@ mode='blok': choose one of block, selective
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 from collections.abc import Iterable
@@ -64,16 +63,4 @@ def check_choice(allowed: Iterable[Any], **given: Any) -> None:
     choices = list(allowed)
     for name, value in given.items():
         if value not in choices:
-            one_of = ", ".join(map(str, choices))
-            raise ValueError(f"{name}={value!r}: choose one of {one_of}{_meant(value, choices)}")
-
-
-def _meant(value: Any, choices: list[Any]) -> str:
-    """ "; did you mean a or b?", of names that have this word within, or are spelled alike."""
-    names = [choice for choice in choices if isinstance(choice, str)]
-    within = [name for name in names if value and str(value) in name]
-    alike = difflib.get_close_matches(str(value), names)
-    meant = within if within else alike
-    if not meant:
-        return ""
-    return f"; did you mean {' or '.join(meant)}?"
+            raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, choices))}")

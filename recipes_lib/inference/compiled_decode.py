@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.model.compiling import require_compiler, require_kernels_for
+from recipes_lib.core.model.compiling import require_compiler
 from recipes_lib.core.model.decoding import CausalDecoder, KeyValueCache, require_decoder
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -74,8 +74,6 @@ def compile_decoder(decoder: CausalDecoder, *, max_tokens: int) -> CompiledDecod
             f"one of its own: give a decoder with plain caches"
         )
     require_compiler(plain.device)
-    tensors = [*decoder.parameters(), *decoder.buffers()]
-    require_kernels_for(plain.device, {plain.dtype, *(tensor.dtype for tensor in tensors)})
     return CompiledDecoder(decoder, max_tokens)
 
 

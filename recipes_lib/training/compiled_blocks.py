@@ -48,7 +48,7 @@ from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.model.bytes_of_tensors import quantization_tensors
 from recipes_lib.core.model.caches_of_checkpointed_blocks import caches_among
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.compiling import require_compiler, require_kernels_for
+from recipes_lib.core.model.compiling import require_compiler
 from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, COMPILED, any_marked, mark, unmark
 from recipes_lib.core.model.mixins import (
     mix_in,
@@ -166,7 +166,6 @@ class Compiled:
         if caches_among(others, options):
             _warn_of_cache()
             return super().forward(hidden_states, *others, **options)
-        _refuse_bf16_without_kernels(hidden_states)
         if _trains(self):
             hidden_states = _with_gradient(hidden_states)
         if dry():
@@ -284,14 +283,6 @@ def _clear_errors(block: torch.nn.Module) -> Iterator[None]:
             f"{name} has {MOST_GRAPHS} compiled graphs and needs another: pad the batches to few "
             f"shapes, or pass apply_compiled_blocks(model, dynamic=True)"
         ) from error
-
-
-def _refuse_bf16_without_kernels(hidden: torch.Tensor) -> None:
-    device = hidden.device
-    dtype = hidden.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    require_kernels_for(device, {dtype})
 
 
 def _operators_are_counted() -> bool:

@@ -70,7 +70,6 @@ def test_the_shapes_are_listed(command):
     ("options", "error"),
     [
         ([], "nothing to diagnose"),
-        (["--model", "llama-3.1-8b", "--memory", "-1"], "memory=-1.0: give a finite number above"),
         (["--model", "no/such-model"], "cannot load a causal language model"),
         (["--error", "KeyError: 3"], "this is not an out-of-memory error"),
     ],

@@ -1,5 +1,4 @@
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -236,14 +235,6 @@ def test_a_block_that_is_not_one_graph_is_an_error(monkeypatch, graphs_only, lla
 def test_break_even():
     assert break_even_steps(compile_seconds=8, plain_step=2.0, compiled_step=1.5) == 16
     assert break_even_steps(compile_seconds=8, plain_step=2.0, compiled_step=2.0) is None
-
-
-def test_bf16_on_a_card_without_it_is_refused(monkeypatch):
-    """The mistake: PyTorch compiles nothing, and runs the block as it is."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    hidden = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"7\.5 has no bf16, .* torch\.float16"):
-        compiled_blocks._refuse_bf16_without_kernels(hidden)
 
 
 @pytest.mark.gpu

@@ -1,23 +1,22 @@
 """Real text without a download: Python's own standard library.
 
-`load_instructions` gives instruction pairs (a function's source → its docstring), formatted by the
-model's chat template (`tokens_and_labels.py`), with the loss on the answer only. `load_text` gives
-long running text. Both are split by *module*, so no module is in training and in validation. A data
-set of the hub, a local file (`row_files.py`) or a list of pairs takes the same way. Its columns may
-have any of the names in `pair_columns.py`.
+`load_instructions` gives instruction pairs (a function's source → its docstring) as tokens and
+labels, with the loss on the answer only. `load_text` gives long running text. Data of your own
+takes the same way, from a file's row to tokens and labels:
 
-batching  rows as batches: checked, right-padded, one after the other
+row_sources  rows of a file, of the hub or of a list, each with its place
+pair_columns  a row as a pair, a conversation or a text, whatever its columns are called
+turns  the turns of a conversation in one form, whatever their fields are called
+chat_template  what a chat template makes of a conversation, compared with what it holds
 tokens_and_labels  pairs and conversations as tokens and labels, by the model's own template
+pairs  the whole way: of the library, a file, the hub or a list
+batching  rows as batches: checked, right-padded, one after the other
+
 corpus  Python's own standard library as text and as instruction pairs
 evaluation  losses, perplexity and answers on rows that were not trained on
 images  5,000 handwritten digits, to train on and to test with
-pair_columns  a row as a pair, a conversation or a text, whatever its columns are called
-pairs  instruction pairs of the library, a file, the hub or a list, as rows of tokens and labels
 reminder_task  a made task with a score: a sentence, and the reminder in it as JSON
-row_files  rows of a local file or folder, whatever its format, each with its place
 row_order  the rows that a step trains on, as a function of the step alone
-chat_template  what a chat template makes of a conversation, compared with what it holds
-turns  the turns of a conversation in one form, whatever their fields are called
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ def collate(
 
     There is no attention mask: a causal model never looks to the right, where the padding is, and
     without a mask attention takes its fast path and does not repeat the KV heads.
-    Raises ValueError for a length that does not hold the longest, and for a row that `check_rows`
-    refuses: without one label for each token, packed or padded already.
+    Raises ValueError for a length that does not hold the longest, and as `check_rows` does.
     """
     rows = list(rows)
     check_rows(rows)
@@ -47,10 +46,9 @@ def collate(
 
 
 def check_rows(rows: Sequence[Row]) -> None:
-    """Raise ValueError for a row that has not one label for each token, or has borders inside.
+    """Raise ValueError for a row that has not one label for each token, or is packed or padded.
 
-    Padded or packed, its labels would stand beside the tokens of another document, or what it says
-    of its own documents and padding would be dropped without a word.
+    What it says of its own documents and padding would be dropped without a word.
     """
     for number, row in enumerate(rows):
         if len(row["labels"]) != len(row["input_ids"]):
@@ -72,10 +70,7 @@ def check_rows(rows: Sequence[Row]) -> None:
 
 
 def _reads_padding(row: Row) -> bool:
-    """Whether the row has padding that a token reads or that is learned.
-
-    Behind the last token it is neither, if its labels are ignored: no token reads what follows it.
-    """
+    """Whether the row has padding before a token, or padding that is learned."""
     mask = row.get("attention_mask")
     if mask is None:
         return False

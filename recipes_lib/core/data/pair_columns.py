@@ -61,8 +61,8 @@ ELSEWHERE = {
 def pair_of(row: Any) -> tuple[Pair, str]:
     """The pair, conversation or text of a row, and which columns it was taken from, in words.
 
-    The words are "" for the usual names. Raises ValueError for a row without any of the columns
-    above, for one that has others too, and for values of another type.
+    The words are "" for the usual names. Raises ValueError for a row that has none of the columns
+    above, or others too.
     """
     if not isinstance(row, dict):
         raise ValueError(f"a row is {shown(row)}; {NEEDED}")

@@ -9,17 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.data.corpus import SPLITS, docstring_pairs
 from recipes_lib.core.data.pair_columns import Pair, pair_of, with_known_names
-from recipes_lib.core.data.row_files import read_rows, without_nulls
+from recipes_lib.core.data.row_sources import placed_rows
 from recipes_lib.core.data.tokens_and_labels import Row, tokenize_chat, tokenize_pair, tokenize_text
 from recipes_lib.core.data.turns import is_learnt
-
-DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".txt")
 
 
 def load_instructions(
@@ -41,15 +38,11 @@ def load_instructions(
         dataset: None for the standard library. Else rows with `prompt` and `completion`, with
             `messages` (turns with `role` and `content`), or with `text`: an iterable, a local file,
             or a hub id (needs the hub).
-    Raises ValueError for an unknown split, sizes below 1, and no pair left. It raises one for
-    another split than "train" of a file or an iterable, too: they have none, and the same rows
-    would be trained on and held out.
+    Raises ValueError for an unknown split, no pair left, and another split than "train" of a file
+    or an iterable: the same rows would be trained on and held out.
     """
     from datasets import Dataset
 
-    check_whole(max_tokens=max_tokens)
-    if limit is not None:
-        check_whole(limit=limit)
     rows: list[Row] = []
     for pair in load_pairs(split=split, dataset=dataset):
         try:
@@ -69,11 +62,7 @@ def load_instructions(
 
 
 def rows_of(tokenizer: Any, pair: Pair, *, length: int | None = None) -> list[Row]:
-    """The rows of one pair, conversation or text.
-
-    They are several where the template rewrites earlier turns, and where a text has more than
-    `length` tokens. Raises ValueError for what cannot be learnt, as an empty answer.
-    """
+    """The rows of one pair, conversation or text, as `tokenize_chat` and `tokenize_text` say."""
     if "messages" in pair:
         return tokenize_chat(tokenizer, pair["messages"], pair.get("tools"))
     if "text" in pair:
@@ -134,49 +123,9 @@ def placed_pairs(
         for number, pair in enumerate(docstring_pairs(split)):
             yield PlacedPair(f"function {number} of the standard library", pair)
         return
-    for place, row in _placed_rows(dataset, split):
+    for place, row in placed_rows(dataset, split=split):
         try:
             pair, words = pair_of(with_known_names(row, columns) if columns else row)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         yield PlacedPair(place, pair, words)
-
-
-def _placed_rows(dataset: str | Iterable[dict], split: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(dataset, str) and not _is_a_path(dataset):
-        for number, row in enumerate(_read_hub(dataset, split)):
-            yield f"{dataset}, row {number} (from 0)", without_nulls(row)
-        return
-    if split != "train":
-        raise ValueError(
-            f"split={split!r}: these pairs have no splits: "
-            f"give the held-out ones as a data set of their own"
-        )
-    if isinstance(dataset, str):
-        yield from read_rows(dataset)
-        return
-    for number, row in enumerate(dataset):
-        yield f"row {number} (from 0)", row
-
-
-def _is_a_path(name: str) -> bool:
-    """Whether `name` is a file or a folder, or can be nothing else.
-
-    A name of the hub has at most one slash, and no ending of a data file.
-    """
-    path = Path(name).expanduser()
-    if path.exists():
-        return True
-    return path.is_absolute() or name.count("/") > 1 or path.suffix in DATA_FILES
-
-
-def _read_hub(name: str, split: str) -> Iterable[Any]:
-    from datasets import load_dataset
-
-    try:
-        return load_dataset(name, split=split)
-    except Exception as error:  # of many types: a missing name, split, network or token
-        raise ValueError(
-            f"cannot load split {split!r} of the data set {name!r} ({error}): give the path of a "
-            f"file with `prompt` and `completion`, or a hub id that this machine can reach"
-        ) from error

@@ -13,9 +13,6 @@ from __future__ import annotations
 import json
 import random
 
-from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.data.corpus import SPLITS
-
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 FORMS = (
     "Remind me to {do} on {day} at {time}.",
@@ -34,8 +31,6 @@ HELD_OUT = 5  # every so many times of the clock
 
 def reminder_pairs(*, split: str = "train", limit: int = 1000) -> list[dict[str, str]]:
     """Pairs of `prompt` and `completion`, the same ones each time."""
-    check_choice(SPLITS, split=split)
-    check_whole(limit=limit)
     times = times_of(split)
     draw = random.Random(f"reminders, {split}")
     pairs = []

@@ -22,9 +22,7 @@ def rows_of_step(step: int, *, rows: int, rows_per_step: int, seed: int) -> list
     Every epoch has its own order, a function of the seed; the rows that do not fill a last step are
     left out of it. Raises ValueError unless 1 <= rows_per_step <= rows.
     """
-    check_whole(rows=rows)
     check_whole(rows_per_step=rows_per_step, most=rows)
-    check_whole(step=step, seed=seed, least=0)
     steps_per_epoch = rows // rows_per_step  # whole ones
     epoch, within = divmod(step, steps_per_epoch)
     order = _order_of_epoch(epoch, rows, seed)

@@ -48,8 +48,7 @@ def tokenize_chat(
     tokens with which the tokenizer begins a text.
 
     Args:
-        messages: turns with `role` and `content`; with `train` False for an answer that is not
-            learnt; with `tool_calls` and `reasoning_content`.
+        messages: turns as `turns_of` returns them.
         tools: that the turns may call, as OpenAI writes them.
     Raises ValueError for a conversation without an answer, one that begins with it, an empty
     answer, and a template that leaves a part of it out.

@@ -17,7 +17,7 @@ import gc
 import sys
 from pathlib import Path
 
-import psutil  # a dependency of accelerate and peft, so present wherever recipes run
+import psutil
 import torch
 
 from recipes_lib.core.measure.machine import machine

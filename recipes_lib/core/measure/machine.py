@@ -21,7 +21,7 @@ import logging
 import os
 import platform
 import random
-import subprocess
+import re
 import warnings
 from dataclasses import dataclass
 from importlib import metadata
@@ -29,10 +29,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil  # a dependency of accelerate and peft, so present wherever recipes run
+import psutil
 import torch
 
-from recipes_lib.core.checks import check_whole
+from recipes_lib.core.checks import check_choice
 
 # Whoever imports them (transformers and peft do), these warn of kernels for other machines that
 # nothing here uses.
@@ -89,8 +89,8 @@ class Machine:
 def machine() -> Machine:
     """Describe this machine once. Raises ValueError for a RECIPES_TIER that does not exist here."""
     wanted = os.environ.get("RECIPES_TIER", "")
-    if wanted and wanted not in TIERS:
-        raise ValueError(f"RECIPES_TIER={wanted!r} is not a tier; choose one of {', '.join(TIERS)}")
+    if wanted:
+        check_choice(TIERS, RECIPES_TIER=wanted)
     if wanted != "cpu" and torch.cuda.is_available():
         return _gpu(wanted)
     if wanted in ("", "cpu"):
@@ -179,7 +179,10 @@ class Sizes(SimpleNamespace):
 
     def __str__(self) -> str:
         width = max(map(len, vars(self)))
-        lines = [f"{name:<{width}}  {_size(value)}" for name, value in vars(self).items()]
+        lines = []
+        for name, value in vars(self).items():
+            number = f"{value:,}" if type(value) is int else str(value)
+            lines.append(f"{name:<{width}}  {number}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -198,19 +201,14 @@ def choose_sizes(
         sizes = choose_sizes(fast=dict(batch=2), cpu=dict(batch=8), gpu16=dict(batch=16), …)
         sizes.batch
 
-    It is the only place where FAST and the tier enter a notebook.
     Raises ValueError if the dicts name different sizes, since a notebook would fail on one tier
     only, and for a GPU that is smaller than those which the sizes are for.
     """
     choices = {"fast": fast, "cpu": cpu, "gpu16": gpu16, "gpu24": gpu24, "gpu80": gpu80}
-    names = set(cpu)
     for tier, sizes in choices.items():
-        if set(sizes) != names:
-            differing = sorted(names ^ set(sizes))
-            raise ValueError(
-                f"{tier} and cpu do not both have {', '.join(differing)}: "
-                f"name the same sizes for every tier"
-            )
+        if set(sizes) != set(cpu):
+            differing = set(cpu) ^ set(sizes)
+            raise ValueError(f"{tier} and cpu do not both have {differing}: name the same sizes")
     tier = _tier_of_sizes()
     return Sizes(tier=tier, **choices[tier])
 
@@ -230,16 +228,8 @@ def _tier_of_sizes() -> str:
     return here.tier
 
 
-def _size(value: Any) -> str:
-    """Numbers with separators, everything else as it is."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return str(value)
-
-
 def seed_everything(seed: int = 0) -> None:
     """Seed Python and torch (every device): a rerun on one machine gives the same losses."""
-    check_whole(least=0, most=2**64 - 1, seed=seed)
     random.seed(seed)
     torch.manual_seed(seed)
 
@@ -263,12 +253,8 @@ def _versions() -> dict[str, str]:
 def _gpu_versions() -> dict[str, str]:
     """Of the driver and of cuDNN, as far as they can be asked: both decide which kernels run."""
     found = {}
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
-        found["driver"] = answer.stdout.splitlines()[0].strip()
-    except (OSError, subprocess.SubprocessError, IndexError):
-        pass  # a container may come without the tool, and a driver in trouble may not answer
+    if NVIDIA_DRIVER.exists():
+        found["driver"] = re.search(r"\d+\.[\d.]+", NVIDIA_DRIVER.read_text())[0]
     try:
         cudnn = torch.backends.cudnn.version()
     except RuntimeError:

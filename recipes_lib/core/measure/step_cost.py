@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.allocator_peak import AllocatorPeak
 from recipes_lib.core.measure.dry_run import dry
 from recipes_lib.core.measure.machine import machine as this_machine
@@ -22,19 +21,13 @@ from recipes_lib.core.model.marks import COMPILED, any_marked
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one recipe costs.
+    """What one recipe costs."""
 
-    `seconds` of the fastest step, `peak_bytes` of tensors, the `result` of the last step, and the
-    `timeline` of the step under the memory account, if the model was named. `seconds_high` are of
-    the slowest step, if more than one was timed.
-    """
-
-    seconds: float
-    peak_bytes: int
+    seconds: float  # of the fastest step
+    peak_bytes: int  # of tensors
     tokens: int | None
-    result: Any = None
-    timeline: Timeline | None = None
-    seconds_high: float | None = None
+    result: Any = None  # of the last step
+    timeline: Timeline | None = None  # if the model was named
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -68,11 +61,7 @@ def measure(
         repeats: 0 takes the time of the step under the account, which slows it.
         model, optimizer: name them for the timeline. A model with compiled blocks has none: it is
             the allocator that knows their peak.
-    Raises ValueError for negative counts; an error inside `step` passes through.
     """
-    check_whole(warmup=warmup, repeats=repeats, least=0)
-    if tokens is not None:
-        check_whole(tokens=tokens)
     gc.collect()  # the model of the measurement before may hang in a reference cycle
     for _ in range(warmup):
         step()
@@ -84,9 +73,8 @@ def measure(
         took, result = timed(step)
         seconds.append(took)
     fastest = min(seconds, default=under_account)
-    slowest = max(seconds) if len(seconds) > 1 else None
     timeline = getattr(memory, "timeline", None)  # an allocator's account has none
-    return Measurement(fastest, memory.peak, tokens, result, timeline, slowest)
+    return Measurement(fastest, memory.peak, tokens, result, timeline)
 
 
 def _account_of(
@@ -107,7 +95,7 @@ def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[st
     """Seconds of every step in `rounds` rounds, each round in the other direction.
 
     What slows the machine for a while then slows all of them. Warm up before, and compare the
-    fastest of each. Raises ValueError for less than one round.
+    fastest of each.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for names in there_and_back(list(steps), rounds=rounds):
@@ -118,11 +106,7 @@ def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[st
 
 
 def there_and_back(names: list[str], *, rounds: int) -> Iterator[list[str]]:
-    """The order of each round: as given, then reversed, then as given again.
-
-    Raises ValueError for less than one round.
-    """
-    check_whole(rounds=rounds)
+    """The order of each round: as given, then reversed, then as given again."""
     for turn in range(rounds):
         forth = turn % 2 == 0
         yield names if forth else names[::-1]

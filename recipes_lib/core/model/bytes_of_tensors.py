@@ -9,11 +9,8 @@ import torch
 
 
 def parts_needed(count: int, size: int) -> int:
-    """How many parts of `size` hold `count`: the quotient, rounded up. The last may not be full.
-
-    `//` rounds down, so -5 // 4 is -2. With the sign turned back it is 2, and 5 / 4 rounded up.
-    """
-    return -(-count // size)
+    """How many parts of `size` hold `count`: the quotient, rounded up. The last may not be full."""
+    return (count + size - 1) // size
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
@@ -32,11 +29,6 @@ def weight_bytes(model: Any) -> int:
 def trainable_bytes(model: Any) -> int:
     """Bytes of the parameters that train, and so of their gradients."""
     return sum(tensor_bytes(p) for p in model.parameters() if p.requires_grad)
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all states that `optimizer` holds now, each storage once."""
-    return storage_bytes(state_tensors(optimizer))
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -55,13 +55,10 @@ def caches_among(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def generates(block: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether no backward will follow, and `block` needs its cache as it is.
-
-    Then gradients are off, or it has a cache in eval mode. The second is a decoding loop that
-    forgot `torch.no_grad()`.
-    """
+    """Whether no backward will follow, and `block` needs its cache as it is."""
     if not torch.is_grad_enabled():
         return True
+    # A decoding loop that forgot `torch.no_grad()`.
     return not block.training and len(caches_among(args, kwargs)) > 0
 
 

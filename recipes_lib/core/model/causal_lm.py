@@ -75,14 +75,9 @@ def decoder_blocks(model: Any) -> nn.ModuleList:
     """The transformer blocks of a Hugging Face causal LM: the list with the most modules inside.
 
     Other lists may be longer: norms of heads or experts inside of a block, small projections
-    beside the blocks. Raises ValueError for a model without a list.
+    beside the blocks.
     """
-    lists = _module_lists(model)
-    if not lists:
-        raise ValueError(
-            f"{type(model).__name__} has no list of blocks: a decoder-only causal LM is needed"
-        )
-    return max(lists, key=_modules_inside)
+    return max(_module_lists(model), key=_modules_inside)
 
 
 def _module_lists(model: nn.Module) -> list[nn.ModuleList]:
@@ -106,10 +101,7 @@ def _modules_inside(module: nn.Module) -> int:
 def trunk(model: Any) -> nn.Module:
     """The module that holds the decoder blocks: embedding, blocks, final norm."""
     blocks = decoder_blocks(model)
-    for module in model.modules():
-        if any(child is blocks for child in module.children()):
-            return module
-    raise AssertionError("decoder_blocks are a child of some module")
+    return next(module for module in model.modules() if blocks in module.children())
 
 
 def norms_of(module: nn.Module) -> list[nn.Module]:

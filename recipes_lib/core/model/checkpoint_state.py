@@ -74,8 +74,7 @@ def check_same_run(place: Path, *, saved: Facts, given: Facts) -> None:
             names = [name for name in here if name in there]
         for name in names:
             then, now = there.get(name), here.get(name)
-            # Also as text: NaN is not equal to itself.
-            if then != now and str(then) != str(now):
+            if then != now:
                 odd.append(f"{kind} {name}: {then!r} there, {now!r} here")
     if odd:
         raise ValueError(

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipes_lib.core.checks import check_number
 from recipes_lib.core.measure import dry
 from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.measure.dry_values import values_of
@@ -45,16 +44,6 @@ def rows_with_a_target(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return rows[labels.flatten() != ignore_index]
 
 
-def check_labels(targets: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raise ValueError for a target [N] outside the vocabulary."""
-    outside = (targets < 0) | (targets >= vocabulary)
-    if outside.any():
-        raise ValueError(
-            f"a label is neither in the vocabulary of {vocabulary} "
-            f"nor {ignore_index}, the ignored one"
-        )
-
-
 def divisor_of_mean(targets: int, num_items: int | torch.Tensor | None) -> torch.Tensor:
     """What the sum of the losses is divided by, a scalar: `num_items`, or the number of targets.
 
@@ -62,11 +51,7 @@ def divisor_of_mean(targets: int, num_items: int | torch.Tensor | None) -> torch
     each micro-batch the same weight, however many targets it has. Raises ValueError for a mean over
     no target.
     """
-    divisor = targets
-    if num_items is not None:
-        if not isinstance(num_items, torch.Tensor):
-            check_number(num_items=num_items)
-        divisor = num_items
+    divisor = targets if num_items is None else num_items
     divisor = torch.as_tensor(divisor).reshape(())
     if divisor <= 0:
         raise ValueError(

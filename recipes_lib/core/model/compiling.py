@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 
@@ -28,18 +26,3 @@ def require_compiler(device: torch.device) -> None:
                 "torch.compile needs a C++ compiler on a CPU and finds none: install one (`apt "
                 "install g++`) or name it in the variable CXX; or go on uncompiled"
             ) from error
-
-
-def require_kernels_for(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
-    """Raise ValueError for bf16 on a card that has none.
-
-    PyTorch emulates bf16 there and compiles nothing: it warns, and runs the module as it is.
-    """
-    if device.type != "cuda" or torch.bfloat16 not in dtypes:
-        return
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        raise ValueError(
-            f"a GPU of compute capability {major}.{minor} has no bf16, and PyTorch compiles none "
-            f"for it: take torch.float16 or fp32, or go on uncompiled"
-        )

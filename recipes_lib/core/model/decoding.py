@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import require_causal_lm
 
 
@@ -52,7 +51,6 @@ class KeyValueCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_whole(capacity=capacity, batch=batch)
         self.batch = batch
         self.dtype = dtype
         self.capacity = capacity
@@ -138,7 +136,6 @@ class KeyValueCache:
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens and forget the rest, as speculation does."""
-        check_whole(length=length, least=0, most=self.length)
         self.length = length
 
 
@@ -185,10 +182,7 @@ def require_decoder(model: Any) -> None:
 
 
 def require_causal_lm_or_decoder(model: Any) -> None:
-    """Raise ValueError unless `model` is a Hugging Face causal LM or a decoder.
-
-    What changes linear layers works on both, and asks this first.
-    """
+    """Raise ValueError unless `model` is a Hugging Face causal LM or a decoder."""
     if not is_decoder(model):
         require_causal_lm(model)
 
@@ -196,9 +190,8 @@ def require_causal_lm_or_decoder(model: Any) -> None:
 def token_row(tokens: Any, *, vocabulary: int, name: str = "prompt", least: int = 1) -> Tensor:
     """One text, ids as a list or as a tensor [S] or [1, S], as int64 [1, S].
 
-    Raises ValueError for fewer than `least` tokens, several rows, and ids that the model, which
-    knows `vocabulary` of them, does not have: they fail deep inside an embedding, and on a GPU
-    without a name.
+    Raises ValueError for fewer than `least` tokens, several rows, and ids outside the vocabulary:
+    they fail deep inside an embedding, and on a GPU without a name.
     """
     ids = torch.as_tensor(tokens)
     if ids.dim() == 1:
@@ -233,18 +226,17 @@ def greedy(
     Args:
         prompt: token ids, as a list or as a tensor [1, S].
         stop: ids that end the answer; the one that came is returned as the last token.
-    Raises ValueError for no prompt, ids outside the vocabulary, new_tokens < 1, more tokens than
-    the decoder has room for, and for what is no decoder.
+    Raises ValueError for what is no decoder, and as `token_row` and the cache do.
     """
     require_decoder(decoder)
-    check_whole(new_tokens=new_tokens)
     stop = stop_ids(stop)
     tokens = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
     cache = decoder.new_cache(max_tokens=tokens.shape[1] + new_tokens)
     answer: list[int] = []
-    while True:
+    while len(answer) < new_tokens:
         logits = decoder(tokens, cache, last_only=True)  # [1, 1, V]
         tokens = logits.argmax(-1)  # [1, 1]
         answer.append(int(tokens))
-        if len(answer) == new_tokens or answer[-1] in stop:
-            return answer
+        if answer[-1] in stop:
+            break
+    return answer

@@ -67,7 +67,7 @@ def model_source() -> str:
 
 
 def source_note() -> str:
-    """What the source of the default model means for the numbers, in two sentences."""
+    """What the source of the default model means for the numbers."""
     if model_source().startswith("hub"):
         return (
             "These are the original weights in bf16: nothing has rounded them before. "
@@ -135,7 +135,7 @@ def offline(where: str) -> bool:
 # A load asks for a configuration, weights and a tokenizer: once in a minute is enough.
 @functools.lru_cache(maxsize=1)
 def _reaches(host: str, port: int, minute: int) -> bool:
-    """Whether something takes a connection there, within three seconds for each of IPv4 and IPv6.
+    """Whether one address of IPv4 or IPv6 takes a connection within three seconds.
 
     The hub has many addresses of each kind: to wait for every one takes half a minute.
     """

@@ -118,9 +118,8 @@ def layers_to_quantize(
     """The names of the layers to quantize, each once.
 
     None means all but the output layer, and those whose weight the model reads by itself.
-    Raises ValueError for adapters, names that are no linear layers, layers that are quantized
-    already (`way_out` says what to do then), and families that store their weights in other
-    modules.
+    Raises ValueError for adapters, names that are no linear layers, and layers that are quantized
+    already (`way_out` says what to do then).
     """
     if hasattr(model, "peft_config"):
         raise ValueError("the model has adapters: call model.merge_and_unload() first")

@@ -66,10 +66,9 @@ def load_config(name: str = "smollm2") -> Any:
 def model_without_weights(name: str = "smollm2", *, dtype: torch.dtype = torch.float32) -> Any:
     """The model of `load_model(name)` on the device "meta": its sizes, without any data.
 
-    Only the configuration is read, so a hub id costs some kilobytes, and a folder needs no more
-    than config.json. Of a model with images or sounds this is the part for text, where that is a
-    model by itself. Weights that are stored in few bits count as those of `dtype`. Raises
-    ValueError for what is no causal language model.
+    Only the configuration is read. Of a model with images or sounds this is the part for text,
+    where that is a model by itself. Weights that are stored in few bits count as those of `dtype`.
+    Raises ValueError for what is no causal language model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto

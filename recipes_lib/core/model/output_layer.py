@@ -187,7 +187,7 @@ def makes_plain_logits(output: Any, hidden: torch.Tensor, layer: OutputLayer) ->
 
 
 def beside_weight_and_bias(head: nn.Module) -> list[nn.Parameter]:
-    """Parameters of an output layer that an `OutputLayer` leaves out, such as those of adapters."""
+    """Parameters of an output layer that an `OutputLayer` leaves out, as those of adapters."""
     own = {id(head.weight), id(getattr(head, "bias", None))}
     return [parameter for parameter in head.parameters() if id(parameter) not in own]
 
@@ -195,8 +195,7 @@ def beside_weight_and_bias(head: nn.Module) -> list[nn.Parameter]:
 def require_shifted_loss(model: Any) -> None:
     """Raise ValueError for a Hugging Face model whose own loss does not move the labels by one.
 
-    The decoders of encoder-decoder models (Bart, Whisper) expect labels that are moved already: the
-    loss of the next token would be another one than theirs. Others than Hugging Face's models pass.
+    The decoders of encoder-decoder models (Bart, Whisper) expect labels that are moved already.
     """
     from transformers import PreTrainedModel
 

@@ -12,11 +12,11 @@ gets their borders by itself. `probe.documents` sees such a leak.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 import sys
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 # How the code of a family in transformers names a kernel and its package.
@@ -30,22 +30,18 @@ INSTALLED_AS = {
 
 
 def recurrence_packages(model: Any) -> list[str]:
-    """The packages whose kernels the recurrences of `model` want, by the names for pip."""
+    """The packages whose kernels the recurrences of `model` want, as Python imports them."""
     packages: set[str] = set()
     for module in {type(each).__module__ for each in model.modules()}:
         if module.startswith("transformers.models."):
             packages.update(KERNEL.findall(inspect.getsource(sys.modules[module])))
-    return sorted(INSTALLED_AS.get(package, package) for package in packages)
+    return sorted(packages)
 
 
 def missing_kernels(model: Any) -> list[str]:
-    """Those of `recurrence_packages` that are not installed: a slow loop takes their place."""
-    imported_as = {name: package for package, name in INSTALLED_AS.items()}
-    missing = []
-    for name in recurrence_packages(model):
-        if importlib.util.find_spec(imported_as.get(name, name)) is None:
-            missing.append(name)
-    return missing
+    """Those that are not installed, by their names for pip: a slow loop takes their place."""
+    missing = [name for name in recurrence_packages(model) if find_spec(name) is None]
+    return [INSTALLED_AS.get(package, package) for package in missing]
 
 
 def slow_recurrence(model: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import machine
 
 
@@ -65,7 +65,7 @@ def model_of_shape(
     """Build random weights of a public model's shape (a key of `SHAPES`), if you like with fewer
     layers.
 
-    Raises ValueError for a shape that is not listed, and for less than one layer.
+    Raises ValueError for a shape that is not listed.
     """
     import transformers
 
@@ -73,7 +73,6 @@ def model_of_shape(
     sizes = SHAPES[shape]
     if layers is None:
         layers = sizes.layers
-    check_whole(layers=layers)
     config_class = getattr(transformers, f"{sizes.family}Config")
     config = config_class(
         vocab_size=sizes.vocabulary,

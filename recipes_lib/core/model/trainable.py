@@ -13,16 +13,10 @@ import torch
 
 
 def parameters_to_train(model_or_params: torch.nn.Module | Iterable[Any]) -> Iterable[Any]:
-    """The trainable parameters of a model; parameters, or groups of them, come back as they are.
-
-    Raises ValueError for a model that has none.
-    """
+    """The trainable parameters of a model; parameters, or groups of them, come back as they are."""
     if not isinstance(model_or_params, torch.nn.Module):
         return model_or_params
-    trainable = [p for p in model_or_params.parameters() if p.requires_grad]
-    if not trainable:
-        raise ValueError("the model has no trainable parameter: set requires_grad before this call")
-    return trainable
+    return [p for p in model_or_params.parameters() if p.requires_grad]
 
 
 def require_whole_fp32(parameters: Iterable[torch.Tensor]) -> None:

@@ -25,14 +25,11 @@ from recipes_lib.core.ranks import require_group, world_size
 def agree(**values: Any) -> None:
     """Raise ValueError on every rank if the ranks have not given the same values.
 
-    Every rank has to call it, before any check that could raise on one rank alone. A technique
-    calls it first: `agree(model=model, stage=stage)`.
+    Every rank has to call it, before any check that could raise on one rank alone.
 
     Args:
         values: numbers, strings, and what else has a `repr`. A module stands for the names, shapes
             and dtypes of its parameters, and for which of them train. A mesh stands for its axes.
-
-    Raises ValueError without a process group, too.
     """
     require_group()
     if dry():  # one process, and its tensors have no data to compare
@@ -65,9 +62,8 @@ def _described(value: Any) -> str:
 def same_error_on_all_ranks(*, group: distributed.ProcessGroup | None = None) -> Iterator[None]:
     """An error inside, on any rank, becomes a ValueError on every rank.
 
-    Without it one rank stops, and the others wait for it in their next collective. No rank leaves
-    before all are done, so that what one of them has written can be read by all. Nothing inside may
-    be a collective itself, unless it raises on all ranks alike.
+    No rank leaves before all are done, so that what one of them has written can be read by all.
+    Nothing inside may be a collective itself, unless it raises on all ranks alike.
     """
     error = None
     try:

@@ -38,7 +38,8 @@ def clip_gradients(
 
     Returns the norm before clipping. Raises ValueError for a `max_norm` that is not above 0.
     """
-    check_max_norm(max_norm)
+    if max_norm != math.inf:
+        check_number(above=0, max_norm=max_norm)
     held = [parameter for parameter in parameters if parameter.requires_grad]
     squares = 0.0
     for place, gradients in _by_place(held).items():
@@ -54,12 +55,6 @@ def clip_gradients(
         own = [_own_part(parameter.grad) for parameter in held if parameter.grad is not None]
         torch._foreach_mul_(own, factor)
     return norm
-
-
-def check_max_norm(max_norm: float) -> None:
-    """Raise ValueError for a `max_norm` that is not above 0; `math.inf` is."""
-    if max_norm != math.inf:
-        check_number(above=0, max_norm=max_norm)
 
 
 def _by_place(parameters: list[nn.Parameter]) -> dict[Place, list[torch.Tensor]]:

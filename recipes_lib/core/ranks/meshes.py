@@ -15,14 +15,12 @@ import math
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.measure.dry_run import real_tensors
 from recipes_lib.core.ranks import group_device, require_group, world_size
 
 
 def default_mesh() -> DeviceMesh:
     """All ranks along one axis, which is called "ranks". Raises ValueError without a group."""
-    require_group()
     return mesh_of(ranks=world_size())
 
 
@@ -34,7 +32,6 @@ def mesh_of(**dims: int) -> DeviceMesh:
     whose product is not the number of ranks.
     """
     require_group()
-    check_whole(**dims)
     if math.prod(dims.values()) != world_size():
         sizes = " x ".join(f"{name}={size}" for name, size in dims.items())
         raise ValueError(
@@ -48,11 +45,7 @@ def mesh_of(**dims: int) -> DeviceMesh:
 
 
 def one_axis(mesh: DeviceMesh | None, *, such_as: str) -> DeviceMesh:
-    """`mesh`, or all ranks. Raises ValueError if it has several axes.
-
-    Args:
-        such_as: the name of an axis, as an example in the message.
-    """
+    """`mesh`, or all ranks. Raises ValueError, with an axis `such_as` an example, for several."""
     if mesh is None:
         return default_mesh()
     if mesh.ndim != 1:

@@ -51,7 +51,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
 from recipes_lib.core.measure.machine import machine
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -76,15 +75,12 @@ class RankPool:
     Args:
         ranks: how many processes.
         device: "cpu" (gloo) or "cuda" (NCCL, a GPU for each rank); by default this machine's.
-        threads: of PyTorch in each rank.
 
-    Raises ValueError for numbers below 1, and for more ranks than GPUs.
+    Raises ValueError for more ranks than GPUs.
     """
 
-    def __init__(self, *, ranks: int = 2, device: str | None = None, threads: int = 1) -> None:
-        check_whole(ranks=ranks, threads=threads)
+    def __init__(self, *, ranks: int = 2, device: str | None = None) -> None:
         device = machine().device if device is None else device
-        check_choice(BACKENDS, device=device)
         if device == "cuda" and ranks > torch.cuda.device_count():
             raise ValueError(
                 f"ranks={ranks}: this machine has {torch.cuda.device_count()} GPU(s), and NCCL "
@@ -92,7 +88,6 @@ class RankPool:
             )
         self.ranks = ranks
         self.device = device
-        self.threads = threads
         self._workers: dict[int, ProcessPoolExecutor] = {}  # by the number of their process
         self._folder: tempfile.TemporaryDirectory | None = None  # where ranks find each other
         # A pool that is dropped without `close` ends its ranks.
@@ -114,7 +109,6 @@ class RankPool:
         Raises RankError with all tracebacks if a rank fails, ValueError if all ranks raise the same
         one, TimeoutError after `timeout` seconds, and ValueError for a function of a notebook.
         """
-        check_number(above=0, timeout=timeout)
         if function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
             raise ValueError(
                 f"{function.__name__} is written in a notebook, where a new process cannot find "
@@ -157,7 +151,7 @@ class RankPool:
         meeting = f"file://{self._folder.name}/meeting"
         for rank in range(self.ranks):
             Path(self._stack(rank)).touch()
-        group = (self.ranks, self.device, self.threads, meeting)
+        group = (self.ranks, self.device, meeting)
         self._ask(_join, [(rank, *group) for rank in range(self.ranks)], START_SECONDS)
 
     def _stack(self, rank: int) -> str:
@@ -231,14 +225,14 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _join(rank: int, ranks: int, device: str, threads: int, meeting: str) -> None:
+def _join(rank: int, ranks: int, device: str, meeting: str) -> None:
     """Join the process group, on the device of this rank and on the loopback address."""
     for name in OF_TORCHRUN:
         os.environ.pop(name, None)
     for _, name in socket.if_nameindex():
         if name in LOOPBACK_NAMES:
             os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     of_rank = None
     if device == "cuda":
         of_rank = torch.device("cuda", rank)

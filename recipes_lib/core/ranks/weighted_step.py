@@ -29,12 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.model.output_layer import at_least_fp32
 from recipes_lib.core.ranks import group_device, rank, require_group, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
-from recipes_lib.core.ranks.gradient_norm import check_max_norm, clip_gradients
+from recipes_lib.core.ranks.gradient_norm import clip_gradients
 
 Batch = dict[str, torch.Tensor]
 LossSum = Callable[[Any, Batch], torch.Tensor]
@@ -52,7 +51,6 @@ def rank_rows(batch_size: int, *, mesh: DeviceMesh | None = None) -> slice:
 
     Raises ValueError if the rows do not divide.
     """
-    check_whole(batch_size=batch_size)
     place, parts = rank(), world_size()
     if mesh is not None:
         place, parts = 0, mesh.size()
@@ -78,8 +76,8 @@ def counted_tokens(labels: torch.Tensor, *, mesh: DeviceMesh | None = None) -> i
 def tokens_of_all_ranks(batches: Sequence[Batch]) -> int:
     """How many tokens of the micro-batches of all ranks count in the loss.
 
-    Raises ValueError on every rank if the ranks have different numbers of micro-batches, for one
-    that has more would wait for the others for ever; and if no token has a label.
+    Raises ValueError on every rank if no token has a label, and if the ranks have different numbers
+    of micro-batches: one that has more would wait for the others for ever.
     """
     count = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
     own = torch.tensor([count, len(batches)], device=group_device())
@@ -140,8 +138,6 @@ def rank_step(
             f"{type(model).__name__} averages no gradients, and every rank would train a model of "
             f"its own: give what apply_data_parallel, apply_zero or apply_fully_sharded returned"
         )
-    if max_norm is not None:
-        check_max_norm(max_norm)
     tokens = tokens_of_all_ranks(batches)
     weight = world_size() / tokens
     last = len(batches) - 1

@@ -167,8 +167,6 @@ def test_prompts_are_questions_or_rows_with_and_without_a_template(llama):
         found = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=8)
         rows = [tokenize_pair(tokenizer, prompt, "an answer") for prompt in PROMPTS]
         assert generate_answers(model, tokenizer, rows, max_new_tokens=8) == found
-        alone = generate_answers(model, tokenizer, PROMPTS[1], max_new_tokens=8)
-        assert alone == found[1:2], "a string is one prompt, not its letters"
         answers.append(found)
     expected = [
         plain_answer(model, tokenizer, f"<user>{prompt}<assistant>", steps=8) for prompt in PROMPTS

@@ -13,7 +13,7 @@ from recipes_lib.core.measure import timeline as timeline_module
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.timeline import record_timeline
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.bytes_of_tensors import state_bytes, weight_bytes
+from recipes_lib.core.model.bytes_of_tensors import state_tensors, storage_bytes, weight_bytes
 
 ROWS, WIDTH = 32, 64
 FULL = 4 * ROWS * WIDTH  # bytes of one [ROWS, WIDTH] tensor
@@ -67,7 +67,7 @@ def test_kinds_are_exact_on_a_known_step():
     weights = 4 * 3 * WIDTH * WIDTH
     for point in timeline.points:
         assert point.bytes["weights"] == weights == weight_bytes(model)
-        assert point.bytes["states"] == state_bytes(optimizer)
+        assert point.bytes["states"] == storage_bytes(state_tensors(optimizer))
     assert most(timeline, "gradients", "forward") == 0
     assert most(timeline, "gradients", "backward") == weights
     assert timeline.points[-1].bytes["gradients"] == 0, "zero_grad freed them"

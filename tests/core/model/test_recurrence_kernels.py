@@ -9,8 +9,8 @@ from recipes_lib.core.model.recurrence_kernels import recurrence_packages
 from tests.families.configs import tiny_model
 
 WANTED = {
-    "qwen3_5_text": ["causal-conv1d", "flash-linear-attention"],
-    "mamba2": ["causal-conv1d", "mamba-ssm"],
+    "qwen3_5_text": ["causal_conv1d", "fla"],
+    "mamba2": ["causal_conv1d", "mamba_ssm"],
     "llama": [],
 }
 
@@ -23,7 +23,7 @@ def test_the_packages_of_a_family(family):
 
 def test_loading_says_it(tmp_path, monkeypatch):
     """The mistake: a training of hours in a loop in fp32, of which nobody knows."""
-    monkeypatch.setattr(recurrence_kernels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(recurrence_kernels, "find_spec", lambda name: None)
     tiny_model("lfm2").save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="pip install causal-conv1d"):
         load_model(str(tmp_path), device="cpu")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from recipes_lib.core.data.row_files import read_rows
+from recipes_lib.core.data.row_sources import read_rows
 
 # The mistake: numbers and dates are made of texts that look like them.
 ROWS = [{"prompt": f"{i}?", "completion": f"2024-01-0{i}"} for i in range(1, 4)]

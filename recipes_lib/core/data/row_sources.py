@@ -1,6 +1,6 @@
-"""Rows of a local file, each with the place where it stands.
+"""Rows of a local file, of the hub or of a list, each with the place where it stands.
 
-    for place, row in read_rows("pairs.jsonl"):
+    for place, row in placed_rows("pairs.jsonl"):
         ...                      # "pairs.jsonl, line 7", {"prompt": …, "completion": …}
 
     JSON Lines, a JSON list   by Python's `json`; `datasets` would make dates of some of the texts
@@ -18,18 +18,44 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 PlacedRow = tuple[str, Any]  # the place in words, and what stands there
 
 
+def placed_rows(dataset: str | Iterable[Any], *, split: str = "train") -> Iterator[PlacedRow]:
+    """The rows of a file, of a data set of the hub, or those that are given.
+
+    Raises ValueError for what cannot be read, and for another split than "train" of what has none:
+    the same rows would be trained on and held out.
+    """
+    if isinstance(dataset, str) and not _is_a_path(dataset):
+        for place, row in _numbered(_read_hub(dataset, split)):
+            yield f"{dataset}, {place}", _without_nulls(row)
+        return
+    if split != "train":
+        raise ValueError(
+            f"split={split!r}: these pairs have no splits: "
+            f"give the held-out ones as a data set of their own"
+        )
+    if isinstance(dataset, str):
+        yield from read_rows(dataset)
+    else:
+        yield from _numbered(dataset)
+
+
+def _is_a_path(name: str) -> bool:
+    """Whether `name` is a file, or no name of the hub: those have at most one slash, no ending."""
+    path = Path(name).expanduser()
+    return path.exists() or name.count("/") > 1 or path.suffix in (*READERS, ".gz")
+
+
 def read_rows(path: str | Path) -> Iterator[PlacedRow]:
     """The rows of `path`, one after the other: the place in words, and the row as it stands there.
 
-    Raises ValueError for a path where no file is, a file without rows, and one that its reader
-    does not read: with the name of the file, and with the reader's own words.
+    Raises ValueError with the name of the file for one that is missing, empty or not readable.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -66,12 +92,12 @@ def _numbered(rows: Any) -> Iterator[PlacedRow]:
         yield f"row {number} (from 0)", row
 
 
-def without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """A value of a table without the nulls inside: Arrow gives each object the fields of all."""
     if isinstance(value, dict):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     if isinstance(value, list):
-        return [without_nulls(each) for each in value]
+        return [_without_nulls(each) for each in value]
     return value
 
 
@@ -129,7 +155,19 @@ def _read_table(path: Path) -> Iterator[PlacedRow]:
 def _read_parquet(path: Path) -> Iterator[PlacedRow]:
     from datasets import Dataset
 
-    yield from _numbered(map(without_nulls, Dataset.from_parquet(os.fspath(path))))
+    yield from _numbered(map(_without_nulls, Dataset.from_parquet(os.fspath(path))))
+
+
+def _read_hub(name: str, split: str) -> Iterable[Any]:
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(name, split=split)
+    except Exception as error:  # of many types: a missing name, split, network or token
+        raise ValueError(
+            f"cannot load split {split!r} of the data set {name!r} ({error}): give the path of a "
+            f"file with `prompt` and `completion`, or a hub id that this machine can reach"
+        ) from error
 
 
 READERS = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_table, ".tsv": _read_table}
