@@ -11,7 +11,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-LIBRARY = Path(__file__).resolve().parents[1]
+from recipes_lib.cli.options import LIBRARY
+
 WIDTH = 80  # columns of a terminal
 INDENT = "    "
 OTHER_FLOORS = ("cli", "core", "report", "workflows")

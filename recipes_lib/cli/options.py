@@ -1,49 +1,24 @@
-"""Options that several commands take, and the names that their help shows.
-
-The names are written down, because what knows them imports torch. A test compares the two.
-"""
+"""Options that several commands take, and the names that their help shows."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-PUBLIC_SHAPES = (
-    "smollm2-135m",
-    "llama-3.2-1b",
-    "llama-3.2-3b",
-    "llama-3.1-8b",
-    "llama-3.1-70b",
-    "llama-2-7b",
-    "llama-2-70b",
-    "mistral-7b",
-    "qwen2.5-0.5b",
-    "qwen2.5-1.5b",
-    "qwen2.5-3b",
-    "qwen2.5-32b",
-    "qwen3-8b",
-    "gemma-2-9b",
-    "mixtral-8x7b",
-    "qwen3-30b-a3b",
-)
-# Those of the bench.
-TECHNIQUES = (
-    "activation_checkpointing",
-    "activation_offload",
-    "chunked_cross_entropy",
-    "compiled_blocks",
-    "eight_bit_adam",
-    "gradient_accumulation",
-    "lora",
-    "mixed_precision",
-    "nested_checkpointing",
-    "optimizer_in_backward",
-    "optimizer_offload",
-    "qlora",
-    "sixteen_bit_adam",
-    "tiled_mlp",
-)
+LIBRARY = Path(__file__).resolve().parents[1]
+
+
+def keys_in(file: str) -> list[str]:
+    """The keys of the table in a file of the package, which imports torch and so is only read."""
+    text = (LIBRARY / file).read_text(encoding="utf-8")
+    return re.findall(r'^    "([\w.-]+)": ', text, re.MULTILINE)
+
+
+PUBLIC_SHAPES = [name for name in keys_in("core/model/shapes.py") if not name.startswith("tiny-")]
+TECHNIQUES = keys_in("workflows/bench/techniques.py")
 
 MODEL_HELP = f"hub id, folder, or a shape: {', '.join(PUBLIC_SHAPES)}"
 

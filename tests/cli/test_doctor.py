@@ -62,7 +62,7 @@ def test_the_shapes_are_listed(command):
     """The mistake: a size in a column of another."""
     status, out, _ = command("doctor", "--shapes")
     assert status == 0
-    assert [line.split()[0] for line in out.splitlines()[1:]] == list(PUBLIC_SHAPES)
+    assert [line.split()[0] for line in out.splitlines()[1:]] == PUBLIC_SHAPES
     assert "llama-3.1-70b      70.55 B      80    8192     128,256" in out
 
 

@@ -115,8 +115,3 @@ class Bench:
             title = "Memory over one step, without and with the technique"
             timeline_chart(ladder.timelines, predicted=predicted, title=title).savefig(timeline)
         return ladder
-
-
-def techniques() -> list[str]:
-    """Names that `Bench.run` takes."""
-    return list(ENTRIES)
