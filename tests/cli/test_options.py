@@ -1,5 +1,6 @@
 from recipes_lib.cli.options import PUBLIC_SHAPES, TECHNIQUES
 from recipes_lib.core.model import SHAPES
+from recipes_lib.workflows.bench.techniques import ENTRIES
 
 
 def test_help_names_what_there_is():

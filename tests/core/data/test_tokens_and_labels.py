@@ -20,17 +20,6 @@ def tokenizer():
     return load_tokenizer()
 
 
-def test_loss_is_on_the_answer_only(tokenizer):
-    row = tokenize_pair(tokenizer, "Say hello.", "Hello, world.")
-    answer = [token for token in row["labels"] if token != IGNORED]
-    assert tokenizer.decode(answer) == "Hello, world.<|im_end|>"
-    assert row["input_ids"][-len(answer) :] == answer  # not shifted: the model does that
-    shown = decode_with_mask(row, tokenizer)
-    assert shown.startswith("⟦<|im_start|>") and shown.endswith(
-        "assistant\n⟧Hello, world.<|im_end|>"
-    )
-
-
 # --- chat templates -------------------------------------------------------------------------------
 
 # The real ones, less tools and pictures. Their marks are ordinary text to this tokenizer.
