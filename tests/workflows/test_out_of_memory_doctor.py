@@ -6,7 +6,11 @@ import transformers
 
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.workflows.out_of_memory_doctor import _lines_that_apply, diagnose, dry
+from recipes_lib.workflows.out_of_memory_doctor import (
+    _lines_that_apply,
+    diagnose,
+    predicted_steps,
+)
 from recipes_lib.workflows.out_of_memory_doctor.message import read_message
 from recipes_lib.workflows.out_of_memory_doctor.remedies import LORA, RECIPES, in_order_of_advice
 from tests.workflows.test_out_of_memory_doctor_message import (
@@ -188,7 +192,7 @@ def test_the_step_itself_checks_what_is_advised(monkeypatch):
             raise ValueError("not for this model")
         return question.limit
 
-    monkeypatch.setattr(dry, "dry_peak", dry_peak)
+    monkeypatch.setattr(predicted_steps, "dry_peak", dry_peak)
     lines = found.check().replace("\n  ", " ").splitlines()
     assert [line.split(":")[0] for line in lines] == [
         "Checked by the step itself",

@@ -23,7 +23,6 @@ In production   `accelerate estimate-memory` counts weights, gradients and state
 Source     c10/cuda/CUDACachingAllocator.cpp of PyTorch, which writes the message. "The Llama 3 Herd
            of Models" (arXiv 2407.21783), table 4: the share of a card's rate that was reached.
 
-dry  the step itself with a stack, on tensors without data
 message          its reading of the error: who asked, of which memory, for how much
 remedies         the stacks to choose among, each with the predicted peak
 predicted_steps  the step itself with a stack, on tensors without data
