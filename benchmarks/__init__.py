@@ -26,6 +26,6 @@ edge                SmolLM2 in a .pte: bytes, load, perplexity and speed, beside
 int8_images         MobileNetV2 in 8 bits: time by image size, layers, accuracy
 image_students      a classifier with its teacher and without
 inference_peers     other programs that write text with the same model, in turns with ours
-peer_programs, peer_files
-                    ... those on PyTorch, and those that read a file of their own
+peer_programs, peer_llama_cpp
+                    ... those on PyTorch, and the one that reads a file of its own
 """

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import study
-from benchmarks.peer_files import programs_with_files
+from benchmarks.peer_llama_cpp import llama_cpp_formats
 from benchmarks.peer_programs import Loaded, Peer, load_transformers, programs_on_pytorch
 from recipes_lib.core.data import load_text
 from recipes_lib.core.measure import there_and_back, timed
@@ -149,7 +149,7 @@ def spread(values: Sequence[float]) -> dict[str, Any] | None:
 
 def all_programs() -> list[Peer]:
     """Every row of the table, in its order."""
-    return [*programs_on_pytorch(), *programs_with_files()]
+    return [*programs_on_pytorch(), *llama_cpp_formats()]
 
 
 def texts_of(*, new_tokens: int, prompt: int) -> Texts:

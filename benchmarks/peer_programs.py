@@ -1,7 +1,7 @@
 """The programs that write the same text with the same weights: ours, and those on top of PyTorch.
 
 Each `Peer` says how to load a program. What it loads can read a prompt, and can write greedily.
-Programs that read files of their own are in `peer_files.py`.
+The one that reads files of its own is in `peer_llama_cpp.py`.
 """
 
 from __future__ import annotations

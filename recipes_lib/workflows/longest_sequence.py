@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.measure.machine import machine
 
@@ -123,8 +122,6 @@ def find_longest(
         most: the longest length to try; where it fits, it is the result.
     Raises ValueError if nothing fits.
     """
-    check_whole(start=start, most=most)
-    check_number(resolution=resolution, above=0, below=1)
     peaks: dict[int, int | None] = dict(known or {})
     low = max((tokens for tokens in peaks if peaks[tokens] <= limit_bytes), default=0)
     high = min((tokens for tokens in peaks if peaks[tokens] > limit_bytes), default=most + 1)

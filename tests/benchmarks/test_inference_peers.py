@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import inference_peers, peer_files, peer_programs
+from benchmarks import inference_peers, peer_llama_cpp, peer_programs
 from benchmarks.inference_peers import Row, Texts, compare, contents
 from benchmarks.peer_programs import Loaded, Peer
 
@@ -28,7 +28,7 @@ def peer(name, load, *, beside=None):
 def test_a_program_that_is_not_installed_is_left_out_and_the_others_go_on(monkeypatch, capsys):
     """The mistake: one missing package ends the comparison of all."""
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # importing it fails
-    peers = [peer("llama", lambda: peer_files.load_llama_cpp("Q8_0")), peer("other", program)]
+    peers = [peer("llama", lambda: peer_llama_cpp.load_llama_cpp("Q8_0")), peer("other", program)]
     *_, rows = compare(peers, TEXTS, reference=program, rounds=2)
     (row,) = contents(rows)
     assert (row["name"], len(row["decode_ms"]["rounds"])) == ("other", 2)

@@ -165,13 +165,10 @@ def test_a_token_is_timed_without_its_prompt_and_beside_its_limit(speeds, capsys
     assert limits == pytest.approx([2000, 8000])
 
 
-def test_texts_of_other_lengths_are_refused(speeds):
+def test_a_text_of_another_length_is_refused(speeds):
     """The mistake: a model that ends its text early looks fast."""
     with pytest.raises(ValueError, match="let it write 5"):
         speeds.climb("short", writer([4, 5]), new_tokens=5, weight_bytes=1)
-    speeds.climb("first", writer([4, 5, 6]), new_tokens=3, weight_bytes=1)
-    with pytest.raises(ValueError, match="let it write 3"):
-        speeds.climb("other", writer([4, 5, 6, 7]), new_tokens=4, weight_bytes=1)
 
 
 # --- lengths --------------------------------------------------------------------------------------

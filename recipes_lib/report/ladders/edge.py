@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure import timed
 from recipes_lib.report.charts.points import points
 from recipes_lib.report.ladder import Column, Ladder, Row
@@ -100,14 +99,8 @@ class EdgeLadder(Ladder):
             peak_bytes: what the model adds to the memory of a process.
             group: the heading above this row, and the task that it belongs to.
             after: the name of a row that this one changes in one thing.
-        Raises ValueError for a name that is taken, for a row `after` that is not there, and for
-        several qualities or none.
+        Raises ValueError for a name that is taken.
         """
-        if after is not None:
-            check_choice([row.name for row in self.rows], after=after)
-        qualities = {"accuracy": accuracy, "perplexity": perplexity, "agreement": agreement}
-        if list(qualities.values()).count(None) != 2:
-            raise ValueError("a row has one quality: give accuracy=, perplexity= or agreement=")
         expected = ""
         if predicted_bytes is not None:
             expected = f"predicted file {megabytes(predicted_bytes)}"
@@ -121,7 +114,9 @@ class EdgeLadder(Ladder):
             load_seconds=load_seconds,
             peak_bytes=peak_bytes,
             after=after,
-            **qualities,
+            accuracy=accuracy,
+            perplexity=perplexity,
+            agreement=agreement,
         )
 
     def derive(self, row: Row, first: Row) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure import bytes_alive, measure, timed
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
@@ -135,14 +134,11 @@ class MemoryLadder(Ladder):
             group: the heading above this row in the table.
             after: the row with which memory and loss are compared; by default the first one.
             dtype: of the matrix products, for the share of the limit.
-        Raises ValueError for a name that is taken, and for a row `after` that does not exist.
+        Raises ValueError for a name that is taken.
         """
         self._check_new(name)
-        names = [row.name for row in self.rows]
-        if after is not None:
-            check_choice(names, after=after)
-        elif names:
-            after = names[0]
+        if after is None and self.rows:
+            after = self.rows[0].name
         if predicted is None:
             predicted = predict(build)
         before = self.predictions.get(after)

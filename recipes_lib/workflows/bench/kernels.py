@@ -1,22 +1,18 @@
 """One part of a model in all ways that are here: seconds, bytes, error.
 
-compare_losses      output layer and loss: all logits, chunks, PyTorch's and TRL's
-measure_attention   the attention of one layer: plain, and the best kernel of this machine
-compare_norms       one norm: plain, compiled and PyTorch's
+compare_losses   output layer and loss: all logits, chunks, PyTorch's and TRL's
+compare_norms    one norm: plain, compiled and PyTorch's
 
-Shapes: T tokens, D hidden, V vocabulary, N rows, H heads, KV key and value heads, S sequence,
-E head dimension.
+Shapes: T tokens, D hidden, V vocabulary, N rows.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes_lib.architecture.rms_norm import plain_rms_norm, predicted_norm_bytes
-from recipes_lib.attention.flash import best_kernel, kernel_function, plain_attention
 from recipes_lib.core.measure import PeakMemory, in_turns, there_and_back
 from recipes_lib.core.measure.free_memory import keep_freed_memory
 from recipes_lib.core.measure.machine import machine, synchronize
-from recipes_lib.core.model.causal_lm import projection_widths
 from recipes_lib.memory.chunked_cross_entropy import chunked_cross_entropy
 
 EPS = 1e-6  # of the norms
@@ -175,76 +169,6 @@ def _trl_way(*, words: int) -> LossWay:
         return -log_probabilities.mean()
 
     return way
-
-
-# --- attention ------------------------------------------------------------------------------------
-
-
-class AttentionCost(NamedTuple):
-    """What the attention of one layer costs, without its projections."""
-
-    forward_seconds: float
-    backward_seconds: float
-    tflops: float  # of both passes together
-    peak_bytes: int  # beside Q, K and V
-
-
-def measure_attention(model: Any, *, seq_len: int, rounds: int = 3) -> dict[str, AttentionCost]:
-    """Attention of one row [1, seq_len] in one layer, in the model's shape, dtype and place.
-
-    The keys are "eager", which is `plain_attention`, and the name of the best kernel.
-    """
-    qkv = _random_qkv(model, seq_len)
-    kernel = best_kernel(model).implementation
-    attentions = {"eager": plain_attention, kernel: functools.partial(_attend, kernel)}
-
-    # The peaks come first: they warm up as well.
-    peaks = {}
-    steps = {}
-    for name, attend in attentions.items():
-        steps[name, "forward"] = functools.partial(attend, *qkv)
-        steps[name, "both"] = functools.partial(_attend_and_back, attend, qkv)
-        _, peaks[name] = _peak_beside_inputs(steps[name, "both"])
-    turns = in_turns(steps, rounds=rounds)
-    seconds = {step: statistics.median(times) for step, times in turns.items()}
-
-    # Forward 4 S^2 H E / 2, because it is causal, and backward 2.5 times that.
-    width, _, _ = projection_widths(model.config)
-    operations = 3.5 * 4 * seq_len**2 * width / 2
-    costs = {}
-    for name, peak in peaks.items():
-        forward = seconds[name, "forward"]
-        both = seconds[name, "both"]
-        costs[name] = AttentionCost(forward, both - forward, operations / both / 1e12, peak)
-    return costs
-
-
-def _random_qkv(model: Any, seq_len: int) -> list[Tensor]:
-    """Q [1, H, S, E], K and V [1, KV, S, E], as views into [1, S, heads, E]: a model's layout."""
-    width, kv_width, _ = projection_widths(model.config)
-    head_dim = width // model.config.num_attention_heads
-    qkv = []
-    for each in (width, kv_width, kv_width):
-        shape = (1, seq_len, each // head_dim, head_dim)
-        tensor = torch.randn(shape, dtype=model.dtype, device=model.device)
-        qkv.append(tensor.transpose(1, 2).requires_grad_())
-    return qkv
-
-
-def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The kernel as a layer of the model would call it, without a mask."""
-    module = SimpleNamespace(
-        is_causal=True,
-        num_key_value_groups=q.shape[1] // k.shape[1],
-        config=SimpleNamespace(_attn_implementation=kernel),
-    )
-    out, _ = kernel_function(kernel)(module, q, k, v, None)
-    return out
-
-
-def _attend_and_back(attend: Any, qkv: list[Tensor]) -> None:
-    out = attend(*qkv)  # it stays until backward ends, as in a model
-    torch.autograd.grad(out.sum(), qkv)
 
 
 # --- norms ----------------------------------------------------------------------------------------

@@ -5,8 +5,7 @@
 
 It refuses bad data before it computes anything, packs short rows, keeps checkpoints from which a
 killed run goes on exactly, logs to a tracker, and compares the held-out loss before and after.
-The folder then holds the adapter, the log, the file with which Axolotl repeats the run, and
-launch settings for accelerate.
+The folder then holds the adapter, the log, and the file with which Axolotl repeats the run.
 
 `finetune(settings)` is the command in this process; `run_command` starts it in one of its own.
 """
@@ -24,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from recipes_lib.core.ranks import meet, rank
 from recipes_lib.fine_tuning.adapter_files import save_adapter
 from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
 from recipes_lib.training.tracking import Tracker, track
+from recipes_lib.workflows.finetune.axolotl import write_axolotl
 from recipes_lib.workflows.finetune.base_model import (
     adapted,
     base_to_measure,
@@ -48,13 +48,10 @@ from recipes_lib.workflows.finetune.base_model import (
 )
 from recipes_lib.workflows.finetune.data import Data, load_data, tokenizer_of
 from recipes_lib.workflows.finetune.evaluation import (
-    Announce,
-    Evaluation,
+    difference_of,
+    held_out_loss,
     lines_that_generate,
     model_card,
-    precision_of_base,
-    precision_of_result,
-    say_nothing,
 )
 from recipes_lib.workflows.finetune.loop import (
     Step,
@@ -65,11 +62,17 @@ from recipes_lib.workflows.finetune.loop import (
     micro_batches,
     training_steps,
 )
-from recipes_lib.workflows.finetune.production import WRITTEN, write_production
 from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, Settings
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 STEP_LINE = re.compile(r"step (\d+): loss (\S+),")  # what log_steps prints
+
+Announce = Callable[[str], None]  # takes a few words on what is going on now
+
+
+def say_nothing(words: str) -> None:
+    """What is announced where nobody listens."""
+
 
 # --- the command ----------------------------------------------------------------------------------
 
@@ -103,13 +106,9 @@ def finetune(
     Raises ValueError before training for bad data, and for an output folder with another run or
     with a result.
     """
-    # Everything that can be refused comes first, the cheapest check before the others.
+    # Everything that can be refused comes first.
     folder = Path(run.output_dir)
-    result = result_folder(run)
     run = placed(run)
-    going_on = resume and checkpoint_of(run, folder).exists()
-    inputs = [*run.data_files, held_out_file]
-    check_output(folder, result, inputs=inputs, resume=resume, longer=going_on)
     announce("reading the data")
     tokenizer, added = tokenizer_of(run)
     pad = tokenizer.pad_token_id
@@ -125,12 +124,14 @@ def finetune(
     run = data.run
     _check_rows([*data.rows, *data.held_out], tokenizer, run=run, added=added)
     rows, run = _packed(data, epochs)
+    check_unfinished(run, resume=resume)
     check_run(rows, run=run, folder=folder, resume=resume)
     if resume:
-        print(_where_it_goes_on(folder, result, run))
+        print(_where_it_goes_on(run))
 
     announce("loading the model")
     meet()  # no rank writes before all have looked at the folder
+    folder.mkdir(parents=True, exist_ok=True)
     seed_everything(run.seed)  # of the adapters and of dropout
     whole, name_of_base, base = load_base(run, tokenizer=tokenizer, added=added, ends=data.ends)
     check_run(rows, run=run, folder=folder, resume=resume, base=base)
@@ -138,9 +139,8 @@ def finetune(
     if run.packing:
         check_packing(model, rows, run=run, pad_token_id=pad)
 
-    # The same rows before and after, in the same batches: the comparison is paired.
-    evaluation = Evaluation(data.held_out, run=run, pad_token_id=pad, announce=announce)
-    before = evaluation.losses(model, "before", what=precision_of_base(model))
+    announce("held-out loss before")
+    before = held_out_loss(model, data.held_out, "before", run=run, pad_token_id=pad)
     del model  # a model in parts makes room for the one that trains
     model, modules = adapted(whole, rows, run=run, pad_token_id=pad)
     del whole
@@ -148,21 +148,23 @@ def finetune(
         model, rows, run=run, pad_token_id=pad, folder=folder, resume=resume, base=base
     )
     log_steps(steps, run, announce=announce)
-    after = evaluation.losses(model, "after", what=precision_of_result(model, run))
-    difference = evaluation.difference(before, after)
-    print(difference)
-    asked = {"tokenizer": tokenizer, "pair": data.pairs[0]}
-    facts = {"base": name_of_base, "rows": len(data.rows), **asked}
-    card = model_card(run, before=before, after=after, difference=difference, **facts)
+    announce("held-out loss after")
+    after = held_out_loss(model, data.held_out, "after", run=run, pad_token_id=pad)
+    print(difference_of(before, after, run=run))
     model = gathered(model, modules, run=run)
     if rank() > 0:
         return
-    # The result comes last: a run is finished when it is there.
+
     announce("saving")
-    write_production(run, data.pairs, tokenizer=tokenizer)
-    save_result(model, tokenizer, result, run=run, base=base, card=card)
+    asked = {"tokenizer": tokenizer, "pair": data.pairs[0]}
+    losses = {"before": before, "after": after}
+    card = model_card(run, base=name_of_base, rows=len(data.rows), **asked, **losses)
+    write_axolotl(run, data.pairs, tokenizer=tokenizer)
+    # The result comes last: a run is finished when it is there.
+    save_result(model, tokenizer, run=run, base=base, card=card)
     print(f"saved: {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
-    lines = lines_that_generate(run, base=run.base_model, folder=str(result), **asked)
+    result = str(result_folder(run))
+    lines = lines_that_generate(run, base=run.base_model, folder=result, **asked)
     print(f"\nThese lines ask it:\n\n{lines}")
 
 
@@ -187,17 +189,13 @@ def _packed(data: Data, epochs: int | None) -> tuple[list[Row], Settings]:
     return rows, run
 
 
-def _where_it_goes_on(folder: Path, result: Path, run: Settings) -> str:
-    """The checkpoint, and what a longer run than its own means for the learning rate.
-
-    Raises ValueError for a run that has its result and all its steps.
-    """
+def _where_it_goes_on(run: Settings) -> str:
+    """The checkpoint, and what a longer run than its own means for the learning rate."""
+    folder = Path(run.output_dir)
     checkpoint = checkpoint_of(run, folder)
     if not checkpoint.exists():  # a mistyped folder would begin anew in silence
         return f"nothing to go on from, there is no {checkpoint}: beginning at step 0"
     there = facts_in(run, folder)
-    if result.exists() and there["done"] >= run.steps:
-        _refuse_finished(result)
     words = f"going on from {checkpoint}"
     if there["steps"] == run.steps:
         return words
@@ -222,20 +220,19 @@ def result_folder(run: Settings) -> Path:
     return Path(run.output_dir) / ("model" if run.method == "full" else "adapter")
 
 
-def save_result(
-    model: Any, tokenizer: Any, result: Path, *, run: Settings, base: str, card: str
-) -> None:
+def save_result(model: Any, tokenizer: Any, *, run: Settings, base: str, card: str) -> None:
     """Save the adapters, or the whole model with its tokenizer: whole or not at all."""
+    result = result_folder(run)
     if run.method != "full":
-        longer = {"overwrite": result.exists()}
-        save_adapter(model, result, base=base, card=card, tokenizer=tokenizer, **longer)
+        # A shorter run may have left its own.
+        save_adapter(model, result, base=base, card=card, tokenizer=tokenizer, overwrite=True)
         return
     # Saving takes several files: the folder gets its name when all are written.
     scratch = result.with_name("model.part")
     model.save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
     (scratch / "README.md").write_text(card)
-    if result.exists():  # of a shorter run
+    if result.exists():
         shutil.rmtree(result)
     os.replace(scratch, result)
 
@@ -243,33 +240,15 @@ def save_result(
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def check_output(
-    folder: Path, result: Path, *, inputs: Sequence[Any], resume: bool, longer: bool = False
-) -> None:
-    """Raise ValueError if the run would overwrite its own input, or what someone else left.
-
-    Args:
-        result: the folder of the trained weights.
-        inputs: paths of what is read; None and "" are none.
-        longer: the run may go on behind the end of a finished one, whose result it replaces.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir={str(folder)!r} is a file: give the name of a folder")
-    if result.exists() and not longer:
-        _refuse_finished(result)
-    read = {Path(path).resolve() for path in inputs if path}
-    for name in ("log", *WRITTEN):
-        path = folder / name
-        # A run that is resumed wrote these files itself, unless they are its input.
-        left_by_another = path.exists() and not resume
-        if left_by_another or path.resolve() in read:
-            raise ValueError(
-                f"{path} would be overwritten: "
-                f"resume the run it belongs to, or choose another folder"
-            )
-
-
-def _refuse_finished(result: Path) -> None:
+def check_unfinished(run: Settings, *, resume: bool) -> None:
+    """Raise ValueError for a folder with a result, if there are no other steps to go on to."""
+    result = result_folder(run)
+    if not result.exists():
+        return
+    folder = Path(run.output_dir)
+    goes_on = resume and checkpoint_of(run, folder).exists()
+    if goes_on and facts_in(run, folder)["done"] != run.steps:
+        return
     raise ValueError(
         f"{result} is there already, a finished run: choose another folder, or go on with "
         f"--resume and more --steps"
@@ -369,13 +348,12 @@ def open_log(run: Settings, *, first_step: int) -> Tracker:
 # --- in a process of its own ----------------------------------------------------------------------
 
 
-def run_command(*options: str, kill_at: int | None = None, echo: bool = False) -> dict[int, str]:
+def run_command(*options: str, kill_at: int | None = None) -> dict[int, str]:
     """`python -m recipes_lib finetune` in a process of its own: step -> loss, as it printed them.
 
     Args:
         kill_at: send SIGKILL as soon as this step is printed, as an operating system does that
             runs out of memory.
-        echo: print what it says beside the steps.
     Raises RuntimeError with its last line if the command fails.
     """
     losses: dict[int, str] = {}
@@ -397,8 +375,6 @@ def run_command(*options: str, kill_at: int | None = None, echo: bool = False) -
                 losses[step] = match[2]
                 if step == kill_at:
                     process.kill()
-            elif echo:
-                print(text, end="")
         expected = 0 if kill_at is None else -signal.SIGKILL
         if process.wait() != expected:
             errors.seek(0)

@@ -30,7 +30,6 @@ from recipes_lib.core.data.tokens_and_labels import (
 from recipes_lib.core.model import load_tokenizer
 from recipes_lib.core.model.vocabulary import add_tokens
 from recipes_lib.fine_tuning.completion_only_loss import check_labels
-from recipes_lib.workflows.finetune.loop import check_run
 from recipes_lib.workflows.finetune.settings import Settings
 
 HELD_OUT_EVERY = 10  # the first of every ten pairs
@@ -87,8 +86,8 @@ def load_data(
         longest: set `seq_len` to the length of the longest row, held out or not.
         drop_long: leave out the rows that are longer than `run.seq_len`.
         columns: `prompt` and `completion` by the names that they have in the data.
-    Raises ValueError for what `placed_pairs`, `check_labels` and `check_run` refuse, for a row that
-    is too long, and for fewer than two held-out rows.
+    Raises ValueError for what `placed_pairs` and `check_labels` refuse, for a row that is too long,
+    and for fewer than two held-out rows.
     """
     length = None if longest else run.seq_len  # of a part of a text
     if run.data_files:
@@ -105,15 +104,15 @@ def load_data(
     if longest:
         run = dataclasses.replace(run, seq_len=_length_of_the_longest([*trained, *held_out]))
     long = _long_ones([*trained, *held_out], run.seq_len)
-    if long and drop_long:
-        print(f"left out: {long}")
-        trained = [each for each in trained if each.length <= run.seq_len]
-        held_out = [each for each in held_out if each.length <= run.seq_len]
-    elif long:
+    if long and not drop_long:
         raise ValueError(
             f"{long}. --seq-len auto holds all of them, --drop-long leaves them out; "
             f"they are not cut, because a cut answer teaches to stop anywhere"
         )
+    if long:
+        print(f"left out: {long}")
+        trained = [each for each in trained if each.length <= run.seq_len]
+        held_out = [each for each in held_out if each.length <= run.seq_len]
 
     rows = [row for each in trained for row in each.rows]
     held_out_rows = [row for each in held_out for row in each.rows]
@@ -121,12 +120,11 @@ def load_data(
         raise ValueError(
             f"{len(held_out_rows)} held-out rows: give 20 pairs or more, or a file of held-out ones"
         )
-    check_run(rows, run=run, folder=None, resume=False)
     for each in [*trained, *held_out]:
         if "text" not in each.pair:  # a text may hold marks of a template, and they are learnt
             check_labels(each.rows, tokenizer, place=each.place)
     print(f"learnt of {trained[0].place}: {_learnt(tokenizer, trained[0])}")
-    ends = learnt_ends(tokenizer, _last_rows(trained))
+    ends = learnt_ends(tokenizer, [each.rows[-1] for each in trained])
     if not ends:
         print(_without_an_end(tokenizer, trained[0]))
     return Data([each.pair for each in trained], rows, held_out_rows, run, ends)
@@ -197,6 +195,8 @@ def _pairs_of_files(
     # The same pair may stand in the file twice, or in both files.
     known = {json.dumps(each.pair) for each in held_out}
     others = [each for each in pairs if json.dumps(each.pair) not in known]
+    if not others:
+        raise ValueError("no pair is left to train on: each is held out, too")
     if len(others) < len(pairs):
         print(f"left out, for they are held out too: {len(pairs) - len(others)} pairs")
     return others, held_out
@@ -216,11 +216,6 @@ def _learnt(tokenizer: Any, pair: _Tokenized) -> str:
     targets = [label for row in pair.rows for label in row["labels"] if label != IGNORED]
     text = repr(tokenizer.decode(targets))
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
-
-
-def _last_rows(pairs: Sequence[_Tokenized]) -> list[Row]:
-    """The rows with which a pair or a text ends."""
-    return [each.rows[-1] for each in pairs]
 
 
 def _with_an_answer(pairs: Iterable[PlacedPair]) -> list[PlacedPair]:

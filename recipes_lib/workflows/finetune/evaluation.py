@@ -1,115 +1,61 @@
 """What a run has reached: the held-out loss before and after, and the README.md that says so.
 
-evaluation = Evaluation(held_out, run=settings, pad_token_id=0)
-before = evaluation.losses(model, "before", what="the base in bf16")
-after = evaluation.losses(adapted, "after", what="the base in 4 bits with adapters in fp32")
-print(evaluation.difference(before, after))
+before = held_out_loss(model, held_out, "before", run=settings, pad_token_id=0)
+after = held_out_loss(adapted, held_out, "after", run=settings, pad_token_id=0)
+print(difference_of(before, after, run=settings))
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.provenance import provenance
-from recipes_lib.core.model.default_model import model_source
 from recipes_lib.fine_tuning.honest_evaluation import RowLosses, compare, held_out_losses
-from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings
+from recipes_lib.workflows.finetune.settings import Settings
 
 LEAST_ROWS = 10  # held out, for any verdict
 RELIABLE_ROWS = 30  # held out; with fewer the interval is too narrow
 ROWS_AT_ONCE = 8  # in one forward pass, where they are short
-ROWS_OF_A_PART = 32  # after which the terminal says how far it is
-
-Announce = Callable[[str], None]  # takes a few words on what is going on now
 
 
-def say_nothing(words: str) -> None:
-    """What is announced where nobody listens."""
-
-
-class Evaluation:
-    """Held-out rows, and how they are measured: for every model in the same batches.
+def held_out_loss(
+    model: Any, rows: Sequence[Row], when: str, *, run: Settings, pad_token_id: int
+) -> RowLosses:
+    """The loss of each row. Prints their mean, and before that, that they are measured.
 
     A batch holds at most as many tokens as a micro-batch of the training, so that it fits where
-    the training fits.
+    the training fits. Before and after it is the same batch: the comparison is paired.
+
+    Args:
+        when: "before" or "after".
     """
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        *,
-        run: Settings,
-        pad_token_id: int,
-        announce: Announce = say_nothing,
-    ) -> None:
-        self.rows = rows
-        self.method = run.method
-        self.pad_token_id = pad_token_id
-        self.announce = announce
-        longest = max(len(row["input_ids"]) for row in rows)
-        fitting = run.micro_batch_size * run.seq_len // longest
-        self.batch_size = max(1, min(ROWS_AT_ONCE, fitting))
-
-    def losses(self, model: Any, when: str, *, what: str) -> RowLosses:
-        """The loss of each row. Prints their mean, and before that, that they are measured.
-
-        Args:
-            when: "before" or "after".
-            what: the model in words, with its precision.
-        """
-        count = len(self.rows)
-        print(f"measuring the held-out loss {when}, of {count} rows", flush=True)
-        options = {"pad_token_id": self.pad_token_id, "batch_size": self.batch_size}
-        parts = []
-        for start in range(0, count, ROWS_OF_A_PART):
-            self.announce(f"held-out loss {when}: {start} of {count} rows done")
-            part = self.rows[start : start + ROWS_OF_A_PART]
-            parts.append(held_out_losses(model, part, **options))
-        found = RowLosses(
-            torch.cat([part.losses for part in parts]), torch.cat([part.targets for part in parts])
-        )
-        print(f"held-out loss {when}: {found.mean:.4f} nats per token, {what}", flush=True)
-        return found
-
-    def difference(self, before: RowLosses, after: RowLosses) -> str:
-        """The second loss less the first, with its interval, and what has to be known of it."""
-        count = len(self.rows)
-        if count < LEAST_ROWS:
-            found = f"{after.mean - before.mean:+.3f} nats per token, no verdict from {count} rows"
-        else:
-            found = str(compare(before, after))
-        lines = [f"difference: {found}"]
-        if self.method == "qlora":
-            lines.append("It holds both: what the adapters learnt, and what four bits cost.")
-        if count < RELIABLE_ROWS:
-            lines.append(f"Of {count} rows, too few to rely on: hold out {RELIABLE_ROWS} or more.")
-        return "\n".join(lines)
+    print(f"measuring the held-out loss {when}, of {len(rows)} rows", flush=True)
+    longest = max(len(row["input_ids"]) for row in rows)
+    fitting = run.micro_batch_size * run.seq_len // longest
+    batch_size = max(1, min(ROWS_AT_ONCE, fitting))
+    found = held_out_losses(model, rows, pad_token_id=pad_token_id, batch_size=batch_size)
+    print(f"held-out loss {when}: {found.mean:.4f} nats per token", flush=True)
+    return found
 
 
-def precision_of_base(model: Any) -> str:
-    """The base, and the type of its weights: "the base in bf16"."""
-    return f"the base in {_name_of(model.dtype)}"
-
-
-def precision_of_result(model: Any, run: Settings) -> str:
-    """What was trained, and the types of its weights."""
-    if run.method == "full":
-        return f"all weights in {_name_of(model.dtype)}"
-    adapters = next(p.dtype for p in model.parameters() if p.requires_grad)
-    base = "4 bits" if run.method == "qlora" else _name_of(model.dtype)
-    return f"the base in {base} with adapters in {_name_of(adapters)}"
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    names = {kind: name for name, kind in PRECISIONS.items()}
-    return names.get(dtype, str(dtype))
+def difference_of(before: RowLosses, after: RowLosses, *, run: Settings) -> str:
+    """The second loss less the first, with its interval, and what has to be known of it."""
+    count = len(before.losses)
+    if count < LEAST_ROWS:
+        found = f"{after.mean - before.mean:+.3f} nats per token, no verdict from {count} rows"
+    else:
+        found = str(compare(before, after))
+    lines = [f"difference: {found}"]
+    if run.method == "qlora":
+        lines.append("It holds both: what the adapters learnt, and what four bits cost.")
+    if count < RELIABLE_ROWS:
+        lines.append(f"Of {count} rows, too few to rely on: hold out {RELIABLE_ROWS} or more.")
+    return "\n".join(lines)
 
 
 # --- the README.md of the result ------------------------------------------------------------------
@@ -123,7 +69,7 @@ CARD = """---
 - {what}, trained for {steps} steps of {rows_per_step} rows.
 - Base: {base}.
 - Data: {data}, {rows:,} rows to train on.
-{weights}
+
 | held-out loss, nats per token | |
 |---|--:|
 | before | {before:.4f} |
@@ -156,7 +102,6 @@ def model_card(
     pair: Mapping[str, Any],
     before: RowLosses,
     after: RowLosses,
-    difference: str,
 ) -> str:
     """The text of README.md, as the hub shows it.
 
@@ -164,12 +109,10 @@ def model_card(
         base: the hub id of the base model, or its folder.
         rows: how many rows were trained on.
         pair: one of them, as text.
-        difference: the losses after, less those before, in words.
     """
     head = ""
-    name_of_base = without_place(base)
     # A folder of this machine says nothing elsewhere.
-    if name_of_base == base and not Path(base).exists():
+    if base == without_place(base) and not Path(base).exists():
         head += f"base_model: {base}\n"
     what = "All weights"
     if run.method != "full":
@@ -178,9 +121,9 @@ def model_card(
     data = "functions of Python's standard library, with their docstrings"
     if run.data_files:
         data = ", ".join(f"`{Path(file).name}`" for file in run.data_files)
-    weights = ""
-    if run.base_model == "smollm2":
-        weights = f"- Weights of the base: {model_source()}.\n"
+    program = "python -m recipes_lib"
+    if run.processes > 1:
+        program = f"torchrun --nproc-per-node {run.processes} -m recipes_lib"
     facts = provenance()
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return CARD.format(
@@ -189,30 +132,18 @@ def model_card(
         what=what,
         steps=run.steps,
         rows_per_step=run.rows_per_step,
-        base=name_of_base,
+        base=without_place(base),
         data=data,
         rows=rows,
-        weights=weights,
         before=before.mean,
         after=after.mean,
-        difference=difference,
+        difference=difference_of(before, after, run=run),
         use=lines_that_generate(
             run, base=without_place(run.base_model), folder=".", tokenizer=tokenizer, pair=pair
         ),
-        command=_command_of(run),
+        command=" ".join([program, *map(without_place, sys.argv[1:])]),
         versions=f"{versions}, {facts['date']}.",
     )
-
-
-def _command_of(run: Settings) -> str:
-    """The command line of this process if it is the command, or a call that does the same."""
-    if Path(sys.argv[0]).parent.name == "recipes_lib":
-        program = "python -m recipes_lib"
-        if run.processes > 1:
-            program = f"torchrun --nproc-per-node {run.processes} -m recipes_lib"
-        return " ".join([program, *map(without_place, sys.argv[1:])])
-    data = " ".join(f"--data {without_place(file)}" for file in run.data_files)
-    return f"python -m recipes_lib finetune {data} --output {without_place(run.output_dir)}"
 
 
 def without_place(word: Any) -> str:

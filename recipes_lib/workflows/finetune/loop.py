@@ -1,16 +1,13 @@
 """Fine-tune a pretrained model: the techniques of notebook 05 put together in one loop.
 
-    model, predicted = prepare(load_model(), rows, run=settings, pad_token_id=0)  # predicted.peak
-    for step in training_steps(model, rows, run=settings, pad_token_id=0):
-        print(step.loss)
-
-`command` makes it a command, and `libraries` runs the same settings through the Trainer and TRL.
+model = adapt(load_model(), run=settings)
+for step in training_steps(model, rows, run=settings, pad_token_id=0):
+    print(step.loss)
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import json
@@ -24,10 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from recipes_lib.core.data import Batch, collate
 from recipes_lib.core.data.row_order import rows_of_step
-from recipes_lib.core.data.tokens_and_labels import IGNORED, Row
+from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.machine import machine, synchronize
 from recipes_lib.core.model.checkpoint_state import check_same_run
-from recipes_lib.core.predict import Prediction, predict
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.weighted_step import rank_rows
@@ -75,7 +71,7 @@ def training_steps(
     resume: bool = False,
     base: str = "",
 ) -> Iterator[Step]:
-    """Train step by step, as `run` says.
+    """Train step by step, as `run` says; `check_run` says before whether it can.
 
     Clipping and the schedule count optimizer steps, whatever the number of micro-batches. Rows
     that are packed (they have `position_ids`) are trained as such.
@@ -85,7 +81,6 @@ def training_steps(
         resume: go on from the checkpoint in `folder`, if there is one.
         base: fingerprint of the base model; a resumed run must have the same.
     """
-    check_run(rows, run=run, folder=folder, resume=resume, base=base)
     if run.shard:
         at_rest(model)  # the optimizer is given parts
     optimizer, schedule, precision = optimizer_of(model, run=run)
@@ -99,11 +94,11 @@ def training_steps(
     done = 0
     if folder and resume and checkpoint_of(run, folder).exists():
         steps = facts_in(run, folder)["steps"]
-        then = state | {"run": state["run"] | {"steps": steps}}
+        of_shorter_run = state | {"run": state["run"] | {"steps": steps}}
         if run.shard:
-            done = in_parts.load_checkpoint(folder / CHECKPOINTS, **then)
+            done = in_parts.load_checkpoint(folder / CHECKPOINTS, **of_shorter_run)
         else:
-            done = load_checkpoint(folder / CHECKPOINT, **then)
+            done = load_checkpoint(folder / CHECKPOINT, **of_shorter_run)
         if steps != run.steps:
             # The rate of the next step is that of the longer schedule, and not the old one's end.
             schedule.last_epoch -= 1
@@ -111,15 +106,18 @@ def training_steps(
 
     for number in range(done, run.steps):
         start = time.perf_counter()
-        chosen = rows_of_optimizer_step(number, rows, run=run)
-        own = chosen[rank_rows(len(chosen))]  # all of them in a process that is alone
+        chosen = rows_of_step(
+            number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed
+        )
+        of_all_ranks = [rows[place] for place in chosen]
+        own = of_all_ranks[rank_rows(len(chosen))]  # all of them in a process that is alone
         micros = micro_batches(own, run=run, pad_token_id=pad_token_id, device=str(model.device))
         loss, norm, rate, updated = _optimizer_step(
             model, micros, optimizer, schedule, precision, run=run
         )
         synchronize()
         seconds = time.perf_counter() - start
-        tokens = sum(len(row["input_ids"]) for row in chosen)
+        tokens = sum(len(row["input_ids"]) for row in of_all_ranks)
         yield Step(number, loss.item(), float(norm), rate, seconds, tokens, updated)
 
         # Who takes the steps has logged this one by now: a kill leaves no gap in the log.
@@ -183,12 +181,6 @@ def _gradients_of_all_ranks(
     return torch.tensor(total / world_size())
 
 
-def rows_of_optimizer_step(number: int, rows: Sequence[Row], *, run: Settings) -> list[Row]:
-    """The rows of optimizer step `number`, from 0. The seed decides, so that a run can go on."""
-    chosen = rows_of_step(number, rows=len(rows), rows_per_step=run.rows_per_step, seed=run.seed)
-    return [rows[i] for i in chosen]
-
-
 def micro_batches(
     rows: Sequence[Row], *, run: Settings, pad_token_id: int, device: str
 ) -> list[Batch]:
@@ -210,55 +202,11 @@ def keeps_checkpoint(number: int, *, run: Settings) -> bool:
 # --- what the loop is made of ---------------------------------------------------------------------
 
 
-def prepare(
-    model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int, number: int = 2
-) -> tuple[Any, Prediction]:
-    """Predict an optimizer step, and `adapt` the base `model`.
-
-    The prediction is the step itself, on such a model without data and on the real rows: so
-    it knows their lengths, documents and targets. Of its micro-batches two run, the first one and
-    the largest of the others, which finds gradients that it has to carry.
-
-    Args:
-        number: the optimizer step, from 0. The optimizer's states are there in each.
-    Raises ValueError where such a step cannot run without data, with the reason.
-    """
-    chosen = rows_of_optimizer_step(number, rows, run=run)
-
-    def build() -> tuple[Any, Any, Any]:
-        config = copy.deepcopy(model.config)  # for the dtype is written into it
-        twin = type(model)._from_config(config, dtype=model.dtype).to(model.device)
-        twin = adapt(twin, run=run)
-        optimizer, schedule, precision = optimizer_of(twin, run=run)
-        micros = micro_batches(chosen, run=run, pad_token_id=pad_token_id, device=str(model.device))
-
-        def step(twin: Any, optimizer: torch.optim.Optimizer) -> None:
-            largest = sorted(micros[1:], key=_size)[-1:]
-            two = [micros[0], *largest]
-            _optimizer_step(twin, two, optimizer, schedule, precision, run=run)
-
-        return twin, optimizer, step
-
-    predicted = predict(build)
-    return adapt(model, run=run), predicted
-
-
-def _size(micro: Batch) -> tuple[int, int]:
-    """By which the largest micro-batch is chosen: its tokens with padding, and its targets."""
-    return micro["input_ids"].numel(), int((micro["labels"] != IGNORED).sum())
-
-
 def adapt(model: Any, *, run: Settings) -> Any:
     """Full fine-tuning, LoRA or QLoRA, with or without checkpointing, as `run` says."""
     if run.method != "full":
         apply = apply_qlora if run.method == "qlora" else apply_lora
-        model = apply(
-            model,
-            rank=run.rank,
-            alpha=run.alpha,
-            dropout=run.dropout,
-            target_modules=run.target_modules or "all-linear",
-        )
+        model = apply(model, rank=run.rank, alpha=run.alpha, dropout=run.dropout)
     if run.gradient_checkpointing:
         model = apply_activation_checkpointing(model)
     return model
@@ -268,19 +216,13 @@ def optimizer_of(model: Any, *, run: Settings) -> tuple[torch.optim.Optimizer, A
     """Optimizer, its schedule (linear warm-up, cosine to zero) and the precision, as `run` says."""
     from transformers import get_cosine_schedule_with_warmup
 
-    options = {
-        "lr": run.learning_rate,
-        "betas": run.betas,
-        "eps": run.eps,
-        "weight_decay": run.weight_decay,
-    }
     if "8bit" in run.optimizer:
         paged = run.optimizer.startswith("paged")
-        optimizer = eight_bit_adamw(model, paged=paged, **options)
+        optimizer = eight_bit_adamw(model, lr=run.learning_rate, paged=paged)
     else:
         trainable = [p for p in model.parameters() if p.requires_grad]
         fused = run.optimizer.endswith("fused")
-        optimizer = torch.optim.AdamW(trainable, fused=fused, **options)
+        optimizer = torch.optim.AdamW(trainable, lr=run.learning_rate, fused=fused)
     schedule = get_cosine_schedule_with_warmup(optimizer, run.warmup_steps, run.steps)
 
     # Gradients pass through a frozen fp16 base in fp16: they need loss scaling, whatever the
@@ -325,28 +267,17 @@ def facts_in(run: Settings, folder: Path) -> dict[str, Any]:
 
 
 def check_run(
-    rows: Sequence[Row], *, run: Settings, folder: Path | None, resume: bool, base: str = ""
+    rows: Sequence[Row], *, run: Settings, folder: Path, resume: bool, base: str = ""
 ) -> None:
-    """Refuse all that can be refused before any compute.
+    """Refuse what cannot train, and a folder with the checkpoint of another run.
 
-    Raises ValueError for rows that are too few, too long, or without targets, for a folder that
-    holds another run's checkpoint, and for a paged optimizer on a CPU. The base is compared when
-    its fingerprint is known.
+    The base is compared when its fingerprint is known.
     """
     if run.optimizer.startswith("paged") and machine().device == "cpu":
         raise ValueError(f"optimizer={run.optimizer!r} needs a GPU: choose another")
     if len(rows) < run.rows_per_step:
         raise ValueError(f"{len(rows)} rows are fewer than rows_per_step={run.rows_per_step}")
-    for number, row in enumerate(rows):
-        if len(row["input_ids"]) > run.seq_len:
-            raise ValueError(
-                f"row {number} has {len(row['input_ids'])} tokens, more than seq_len={run.seq_len}:"
-                f" raise it or leave the row out; a library would cut it, and teach to stop"
-            )
-        # Nothing predicts the first token: its label does not count.
-        if all(label == IGNORED for label in row["labels"][1:]):
-            raise ValueError(f"row {number} has no target, every label is {IGNORED}: leave it out")
-    if not folder or not checkpoint_of(run, folder).exists():
+    if not checkpoint_of(run, folder).exists():
         return
     if not resume:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The settings of a fine-tuning run, checked as they are made.
 
-One frozen record goes to our loop, to the Trainer, to TRL, to Axolotl and to accelerate: so all
-of them run the same. `dataclasses.replace(settings, rank=8)` gives a changed copy, checked again.
+One frozen record goes to our loop and to Axolotl, so both run the same.
+`dataclasses.replace(settings, rank=8)` gives a changed copy, checked again.
 """
 
 from __future__ import annotations
@@ -44,9 +44,6 @@ class Settings:
     rank: int = 16
     alpha: float = 32
     dropout: float = 0.0
-    # None: every linear layer of the blocks. "attention": those of the attention, as in a mixture
-    # of experts. Or a list of names.
-    target_modules: str | Sequence[str] | None = None
 
     # Tokens that the base does not have, or has no trained rows for; their rows are trained.
     add_tokens: Sequence[str] = ()
@@ -56,9 +53,6 @@ class Settings:
     # The optimizer.
     learning_rate: float  # after the warm-up; then a cosine to 0
     optimizer: str = "adamw_torch_fused"
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
     max_grad_norm: float = 1.0  # 0: no clipping
 
     # The batch.
@@ -90,9 +84,6 @@ class Settings:
         check_number(above=0, alpha=self.alpha, learning_rate=self.learning_rate)
         check_number(least=0, below=1, dropout=self.dropout)
         check_number(least=0, max_grad_norm=self.max_grad_norm)
-        check_number(least=0, eps=self.eps, weight_decay=self.weight_decay)
-        beta1, beta2 = self.betas
-        check_number(least=0, below=1, beta1=beta1, beta2=beta2)
         if self.save_steps is not None:
             check_whole(save_steps=self.save_steps)
         if self.shard and self.processes == 1:
@@ -106,13 +97,6 @@ class Settings:
             raise ValueError(
                 f"shard=True, add_tokens={self.add_tokens!r}: adapters of single rows are not "
                 f"divided, so take method='full'"
-            )
-        names = self.target_modules
-        # Another string would be taken letter by letter, and no name would train nothing.
-        one_text = isinstance(names, str) and names != "attention"
-        if one_text or (names is not None and not names):
-            raise ValueError(
-                f"target_modules={names!r}: give a list of names, 'attention', or None for all"
             )
         rows_at_once = self.micro_batch_size * self.processes
         if self.rows_per_step % rows_at_once != 0:

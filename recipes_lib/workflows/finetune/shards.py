@@ -58,15 +58,18 @@ def in_shards(
         checkpointing: of the blocks.
         offload: the parts stay in host memory, and a block comes to the GPU when it computes.
     """
-    model = _without_tensors(whole)
-    modules = copy.deepcopy(model)
+    model = _modules_of_first_rank(whole)
+    modules = copy.deepcopy(model)  # neither divided nor checkpointed: as they are saved
     if checkpointing:
         apply_activation_checkpointing(model)
     if four_bits:
         apply_quantized_shards(model, offload=offload)
     else:
         apply_fully_sharded(model, offload=offload)
-    _fill(model, whole, device=torch.device("cpu") if offload else group_device())
+    model.to_empty(device="cpu" if offload else group_device())
+    model.tie_weights()  # new tensors took the places of one
+    _send_weights(whole, model)
+    _send_buffers(whole, model)
     return model, modules
 
 
@@ -96,49 +99,44 @@ def at_rest(model: Any) -> None:
             module.reshard()
 
 
-# --- modules without tensors, and tensors into modules --------------------------------------------
+# --- from rank 0 to all ranks ---------------------------------------------------------------------
 
 
-def _without_tensors(whole: Any | None) -> Any:
-    """The modules of rank 0's model with tensors on "meta", on every rank."""
+def _modules_of_first_rank(whole: Any | None) -> Any:
+    """The modules of rank 0's model on every rank, with tensors on "meta"."""
     sent = [None]
     if whole is not None:
-        tensors = {}
+        without_data = {}
         for tensor in [*whole.parameters(), *whole.buffers()]:
-            tensors[id(tensor)] = _without_data(tensor)
-        # A copy takes what is known already: so tied weights stay tied.
-        sent = [copy.deepcopy(whole, tensors)]
+            empty = tensor.detach().to("meta")
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            without_data[id(tensor)] = empty
+        # A copy takes what is known already: so no tensor is copied, and tied weights stay tied.
+        sent = [copy.deepcopy(whole, without_data)]
     distributed.broadcast_object_list(sent, src=0)
     return sent[0]
 
 
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
-
-
-def _fill(model: Any, whole: Any | None, *, device: torch.device) -> None:
-    """Send each tensor of rank 0 to all ranks, of which each keeps its part."""
-    tensors = {} if whole is None else whole.state_dict()
-    buffers = {} if whole is None else dict(whole.named_buffers(remove_duplicate=False))
-    model.to_empty(device=device)
-    model.tie_weights()  # new tensors took the places of one
-
+def _send_weights(whole: Any | None, model: Any) -> None:
+    """Each tensor goes to all ranks, of which each keeps its part."""
+    tensors = {}
+    if whole is not None:
+        tensors = whole.state_dict()
     # A frozen vocabulary beside layers in 4 bits: each rank has rows of its own.
-    cut = {}
-    for name, module in model.named_modules():
-        if isinstance(module, CutRows):
-            cut[f"{name}.weight"] = module
-    for name, module in cut.items():
-        size = (module.vocabulary, module.weight.shape[1])
-        module.take(_sent(tensors.pop(name, None), module.weight.new_empty(size)))
-
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=not cut)
+    tables = {name: each for name, each in model.named_modules() if isinstance(each, CutRows)}
+    for name, table in tables.items():
+        rows_of_all = table.weight.new_empty(table.vocabulary, table.weight.shape[1])
+        table.take(_sent(tensors.pop(f"{name}.weight", None), rows_of_all))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=not tables)
     set_model_state_dict(model, tensors, options=options)
 
-    # Buffers that are in no state_dict, as the frequencies of RoPE. They are whole on every rank.
+
+def _send_buffers(whole: Any | None, model: Any) -> None:
+    """Buffers are whole on every rank. Some are in no state_dict, as the frequencies of RoPE."""
+    buffers = {}
+    if whole is not None:
+        buffers = dict(whole.named_buffers(remove_duplicate=False))
     for name, empty in list(model.named_buffers(remove_duplicate=False)):
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, _sent(buffers.get(name), empty))

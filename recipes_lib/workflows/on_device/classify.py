@@ -9,7 +9,6 @@ Shapes: N images, B of them in a batch, C channels, H and W pixels, K classes.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes_lib.architecture._convolutions import CONVOLUTIONS
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.data.images import Images
 
@@ -42,20 +40,13 @@ def image_logits(model: Any, images: Tensor | Images, *, batch_size: int = 250) 
             or any function of a batch. Its answer is a tensor, a NumPy array, a Hugging Face output
             with `logits`, or a list or tuple that begins with one of them.
         batch_size: how many images at a time. A file with a fixed batch needs exactly that one.
-    Raises ValueError for an answer that is no logits.
     """
     if isinstance(images, Images):
         images = images.images
     answers = []
     with _in_eval_mode(model):
         for batch in images.split(batch_size):
-            logits = _logits(model(_placed_for(model, batch)))
-            if logits.dim() != 2 or len(logits) != len(batch):
-                raise ValueError(
-                    f"the model answers {len(batch)} images with {list(logits.shape)}: give one "
-                    f"that returns logits [B, K]"
-                )
-            answers.append(logits.float().cpu())
+            answers.append(_logits(model(_placed_for(model, batch))).float().cpu())
     return torch.cat(answers)
 
 
@@ -120,10 +111,7 @@ def train_classifier(
             same images. None: cross-entropy with the labels.
         shift: most pixels up, down, left or right. What leaves on one side comes in on the other,
             so let it be no more than the images' border is wide.
-    Raises ValueError, before anything changes, for a batch that has too few or too many images; and
-    for a loss that is not finite, when it comes up.
     """
-    check_whole(least=2, most=len(images), batch_size=batch_size)  # batch normalization needs two
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     steps = epochs * (len(images) // batch_size)
     if loss is None:
@@ -151,11 +139,6 @@ def train_classifier(
                 schedule.step()
                 sum_of_losses += of_batch.item()
             losses.append(sum_of_losses / (steps // epochs))
-            if not math.isfinite(losses[-1]):
-                raise ValueError(
-                    f"the loss is {losses[-1]} after {len(losses)} epochs with "
-                    f"learning_rate={learning_rate}: give a smaller one"
-                )
     model.eval().to(memory_format=torch.contiguous_format)
     return losses
 

@@ -20,7 +20,7 @@ from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.checks import check_choice, check_whole
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.data import IGNORED, load_text
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict import predict
@@ -82,7 +82,6 @@ def byte_batches(*, steps: int, rows: int, tokens: int) -> list[Batch]:
     text = load_text(split="train").encode()[:4_000_000]
     count = steps * rows
     places = len(text) // tokens
-    check_whole(most=places, rows=count)
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randperm(places, generator=generator)[:count].tolist()
     pieces = [list(text[place * tokens : (place + 1) * tokens]) for place in chosen]
@@ -124,7 +123,6 @@ def train_on_ranks(
             f"strategy='one process' on {world_size()} ranks: each of them would train all rows by "
             f"itself; use one rank, or choose a strategy that divides the work"
         )
-    check_whole(least=WARM_UP_STEPS + 1, steps=steps)
     model = small_llama(sizes=sizes, tokens=tokens).to(group_device())
     training = STRATEGIES[strategy](model, Options())
     held = _measured_in_step(training)
@@ -188,9 +186,8 @@ def bytes_on_one_of(*, strategy: str, ranks: int, sizes: dict[str, int], tokens:
     bytes are those of real tensors. Of a pipeline it is the first or the last rank, whichever keeps
     more: those between them have blocks only.
 
-    Raises ValueError as `train_on_ranks`, and in a process that is a rank already.
+    Raises ValueError in a process that is a rank already.
     """
-    check_choice(STRATEGIES, strategy=strategy)
     found = []
     for place in (0, ranks - 1) if strategy.startswith("pipeline") else (0,):
         with pretended_ranks(ranks, rank=place):

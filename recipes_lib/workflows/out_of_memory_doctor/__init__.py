@@ -31,6 +31,7 @@ predicted_steps  the step itself with a stack, on tensors without data
 from __future__ import annotations
 
 import math
+import operator
 import textwrap
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,11 +160,10 @@ def diagnose(
     question = Question(model, batch_size, seq_len, device, limit, host, names, gpus)
     tried = Remedies(question)
     findings += _assumed(question)
-    findings += _findings_about(question, tried, failed=bool(error), said=memory_bytes)
-    first = next(iter(in_order_of_advice(tried.rows)), None)
+    findings += _findings_about(tried, failed=bool(error), said=memory_bytes)
     lines = []
-    if first is not None:
-        lines = _lines_that_apply(question, first)
+    if tried.advised:
+        lines = _lines_that_apply(question, tried.advised[0])
     return Diagnosis(findings, remedies + tried.rows, lines, tried)
 
 
@@ -280,11 +280,7 @@ def _card_named(name: str) -> Card:
 def _cards_sold_with(size: float) -> list[Card]:
     """The cards of so many GB, least memory first: PyTorch sees up to a tenth less."""
     sold = [card for card in CARDS.values() if 0.9 * size <= card.memory_bytes / GIB <= size]
-    return sorted(sold, key=_memory)
-
-
-def _memory(card: Card) -> int:
-    return card.memory_bytes
+    return sorted(sold, key=operator.attrgetter("memory_bytes"))
 
 
 def _assumed(question: Question) -> list[str]:
@@ -320,11 +316,9 @@ def _assumed(question: Question) -> list[str]:
     return findings
 
 
-def _findings_about(
-    question: Question, tried: Remedies, *, failed: bool, said: int | None
-) -> list[str]:
+def _findings_about(tried: Remedies, *, failed: bool, said: int | None) -> list[str]:
     """The first remedy that is enough, and what speaks against others."""
-    rows = tried.rows
+    question, rows = tried.question, tried.rows
     findings = []
     if failed and rows[0].fits:
         findings.append(
@@ -339,10 +333,10 @@ def _findings_about(
     slow = slow_recurrence(question.model)
     if slow:
         findings.append(slow)
-    first = next(iter(in_order_of_advice(rows)), None)
-    if first is None:
+    if not tried.advised:
         findings.append(f"First that fits: none; {_where_nothing_fits(tried)}.")
         return findings
+    first = tried.advised[0]
     findings.append(f"First that fits: {first.name}.")
     for smaller in _cards_sold_with((said or 0) / GIB):
         if first.peak > _limit_of(smaller):

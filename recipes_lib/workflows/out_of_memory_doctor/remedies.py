@@ -1,8 +1,13 @@
 """The stacks of recipes that one would choose among, each with the predicted peak of its step.
 
-Part of out_of_memory_doctor. A *stack* is what is applied together; a *remedy* is a stack with its
-peak, by core.predict.equation. The step itself, on tensors without data, checks the one that is
-advised.
+Part of out_of_memory_doctor. A *stack* is what is applied together: free recipes, which leave the
+result as it is, and at most a few that have a price. A *remedy* is a stack with its peak, by
+core.predict.equation. The list has, for each price, the cheapest stack that fits:
+
+    as it is                                        105.9 GiB, too much
+    checkpointing                                    59.8 GiB, too much
+    checkpointing + 8-bit AdamW                      47.8 GiB, too much
+    checkpointing + QLoRA                            19.8 GiB, fits
 """
 
 from __future__ import annotations
@@ -94,8 +99,8 @@ for _line in TABLE.strip().splitlines():
     _name, _costs, _module, _call = _line.split(" | ")
     RECIPES[_name] = Remedy(_name, _costs, f"from recipes_lib.{_module} import {_call}")
 
-# What leaves the gradient as it is, from cheap to dear: whatever else is done, these go with it.
-BESIDE = (
+# What leaves the gradient as it is, from cheap to dear. One of these goes with whatever is paid.
+FREE = (
     (),
     ("loss in chunks",),
     ("micro-batches of 1",),
@@ -109,7 +114,7 @@ BESIDE = (
     ("micro-batches of 1", "loss in chunks", "checkpointing", "tiled MLP", "activation offload"),
 )
 # What changes the result, or needs another memory, in the order to try.
-PRICED = ("16-bit AdamW", "8-bit AdamW", "step in backward", "optimizer offload", *ADAPTERS)
+PAID = ("16-bit AdamW", "8-bit AdamW", "step in backward", "optimizer offload", *ADAPTERS)
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,35 @@ def has_experts(model: Any) -> bool:
     return any("Experts" in name or "Moe" in name for name in names)
 
 
-# --- the peak by arithmetic -----------------------------------------------------------------------
+# --- which stacks are tried -----------------------------------------------------------------------
+
+
+def prices_of(question: Question) -> list[Stack]:
+    """What may be paid, from cheap to dear: nothing, one recipe, or adapters on shards."""
+    names = [name for name in PAID if name in question.recipes]
+    if question.model.dtype.itemsize < 4 and "16-bit AdamW" in names:
+        names.remove("16-bit AdamW")  # of 16-bit weights the states have 16 bits anyway
+    prices = [(name,) for name in names]
+    if question.gpus > 1:
+        prices = [("FSDP",), *prices, *[("FSDP", name) for name in ADAPTERS]]
+    return [(), *prices]
+
+
+def stacks_of(question: Question, paid: Stack) -> list[Stack]:
+    """The recipes that are paid with those that are free, from cheap to dear."""
+    unfit = {name for name in RECIPES if name not in question.recipes}
+    # A step in backward leaves no gradients to add up.
+    if question.own_rows == 1 or "step in backward" in paid:
+        unfit.add("micro-batches of 1")
+    if has_experts(question.model):
+        unfit.add("tiled MLP")
+    # The output layer is put together when it is called, which no loss in chunks does.
+    if "FSDP" in paid:
+        unfit.add("loss in chunks")
+    return [(*free, *paid) for free in FREE if not unfit.intersection(free)]
+
+
+# --- the list -------------------------------------------------------------------------------------
 
 # In the order in which the equation takes them.
 CHANGES = {
@@ -154,45 +187,46 @@ CHANGES = {
 }
 
 
-# --- the remedies ---------------------------------------------------------------------------------
-
-
 class Remedies:
-    """The rows of the list, in the order to try."""
+    """The rows of the list, in the order to try, and those that are advised."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
         self._plain = functools.cache(self._plain_step)  # its sizes are looked at once
         self.rows = self._rows()
+        self.advised = in_order_of_advice(self.rows)
 
-    def check(self) -> Iterator[str]:
-        """What the step itself says of the row that is advised; of the next, if it does not fit."""
-        # It imports every recipe, which takes as long as the whole answer by arithmetic.
-        from recipes_lib.workflows.out_of_memory_doctor.predicted_steps import dry_peak
+    def _rows(self) -> list[Remedy]:
+        """As it is, and for each price the cheapest stack that fits; none where there is no need.
 
-        for remedy in in_order_of_advice(self.rows):
-            try:
-                peak = dry_peak(self.question, remedy.stack)
-            except ValueError as error:
-                yield f"Checked: not {remedy.name}: {error}."
-                continue
-            fits = peak <= self.question.limit
-            verdict = "fits" if fits else "too much"
-            yield f"Checked by the step itself: {remedy.name}: {readable(peak)}, {verdict}."
-            if fits:
-                return
+        A stack that does not fit is shown if it comes clearly closer than those before.
+        """
+        rows = [self._remedy(())]
+        if rows[0].fits:
+            return rows
+        for paid in prices_of(self.question):
+            tried = [self._remedy(stack) for stack in stacks_of(self.question, paid)]
+            fitting = [remedy for remedy in tried if remedy.fits]
+            remedy = fitting[0] if fitting else min(tried, key=_peak_of)
+            if remedy.fits or remedy.peak < CLOSER * min(map(_peak_of, rows)):
+                rows.append(remedy)
+            if remedy.fits and not paid:
+                break
+        return rows
 
-    def longest_rows(self) -> int | None:
-        """Tokens of a row with which the smallest stack fits, or None if no row is short enough."""
-        peak = functools.partial(self.peak, self.smallest.stack)
-        lengths = range(8, self.question.length, 8)
-        fitting = bisect.bisect_right(lengths, self.question.limit, key=peak)
-        return lengths[fitting - 1] if fitting > 0 else None
-
-    @property
-    def smallest(self) -> Remedy:
-        """The row with the smallest peak."""
-        return min(self.rows, key=_peak_of)
+    def _remedy(self, stack: Stack) -> Remedy:
+        question = self.question
+        peak = self.peak(stack, question.length)
+        costs = dict.fromkeys(RECIPES[name].costs for name in stack)
+        host = host_bytes(question.model) if "optimizer offload" in stack else 0
+        return Remedy(
+            name=" + ".join(stack) or "as it is",
+            costs=", ".join(costs),
+            peak=peak,
+            fits=peak <= question.limit,
+            host_needed=host if host > question.host else 0,
+            stack=stack,
+        )
 
     def peak(self, stack: Stack, length: int) -> int:
         """Bytes at the peak of the step on one GPU, by arithmetic."""
@@ -212,65 +246,6 @@ class Remedies:
             step = replace(step, weights=step.weights + step.gradients, gradients=0)
         return step.peak
 
-    def _rows(self) -> list[Remedy]:
-        """As it is, and for each price the cheapest stack that fits; none where there is no need.
-
-        A stack that does not fit is shown if it comes clearly closer than those before.
-        """
-        rows = [self._remedy(())]
-        if rows[0].fits:
-            return rows
-        for priced in self._prices():
-            tried = [self._remedy(stack) for stack in self._stacks(priced)]
-            fitting = [remedy for remedy in tried if remedy.fits]
-            remedy = fitting[0] if fitting else min(tried, key=_peak_of)
-            if remedy.fits or remedy.peak < CLOSER * min(map(_peak_of, rows)):
-                rows.append(remedy)
-            if remedy.fits and not priced:
-                break
-        return rows
-
-    def _prices(self) -> list[Stack]:
-        """What goes along with what is beside: nothing, one recipe, or adapters on shards."""
-        question = self.question
-        names = [name for name in PRICED if name in question.recipes]
-        if question.model.dtype.itemsize < 4 and "16-bit AdamW" in names:
-            names.remove("16-bit AdamW")  # of 16-bit weights the states have 16 bits anyway
-        prices = [(name,) for name in names]
-        if question.gpus > 1:
-            prices = [("FSDP",), *prices, *[("FSDP", name) for name in ADAPTERS]]
-        return [(), *prices]
-
-    def _stacks(self, priced: Stack) -> Iterator[Stack]:
-        """The priced recipes with what is beside, from cheap to dear."""
-        question = self.question
-        unfit = {name for name in RECIPES if name not in question.recipes}
-        # A step in backward leaves no gradients to add up.
-        if question.own_rows == 1 or "step in backward" in priced:
-            unfit.add("micro-batches of 1")
-        if has_experts(question.model):
-            unfit.add("tiled MLP")
-        # The output layer is put together when it is called, which no loss in chunks does.
-        if "FSDP" in priced:
-            unfit.add("loss in chunks")
-        for names in BESIDE:
-            if not unfit.intersection(names):
-                yield (*names, *priced)
-
-    def _remedy(self, stack: Stack) -> Remedy:
-        question = self.question
-        peak = self.peak(stack, question.length)
-        costs = dict.fromkeys(RECIPES[name].costs for name in stack)
-        host = host_bytes(question.model) if "optimizer offload" in stack else 0
-        return Remedy(
-            name=" + ".join(stack) or "as it is",
-            costs=", ".join(costs),
-            peak=peak,
-            fits=peak <= question.limit,
-            host_needed=host if host > question.host else 0,
-            stack=stack,
-        )
-
     def _plain_step(self, rows: int, length: int, adapters: bool) -> equation.StepBytes:
         """The step without recipes; under adapters the base is as it would be loaded for them."""
         model = self._in_16_bits if adapters else self.question.model
@@ -282,6 +257,37 @@ class Remedies:
         with torch.device("meta"):
             config = copy.deepcopy(model.config)  # for the dtype is written into it
             return type(model)._from_config(config, dtype=torch.bfloat16)
+
+    # --- what the doctor asks besides ---
+
+    @property
+    def smallest(self) -> Remedy:
+        """The row with the smallest peak."""
+        return min(self.rows, key=_peak_of)
+
+    def longest_rows(self) -> int | None:
+        """Tokens of a row with which the smallest stack fits, or None if no row is short enough."""
+        peak = functools.partial(self.peak, self.smallest.stack)
+        lengths = range(8, self.question.length, 8)
+        fitting = bisect.bisect_right(lengths, self.question.limit, key=peak)
+        return lengths[fitting - 1] if fitting > 0 else None
+
+    def check(self) -> Iterator[str]:
+        """What the step itself says of the row that is advised; of the next, if it does not fit."""
+        # It imports every recipe, which takes as long as the whole answer by arithmetic.
+        from recipes_lib.workflows.out_of_memory_doctor.predicted_steps import dry_peak
+
+        for remedy in self.advised:
+            try:
+                peak = dry_peak(self.question, remedy.stack)
+            except ValueError as error:
+                yield f"Checked: not {remedy.name}: {error}."
+                continue
+            fits = peak <= self.question.limit
+            verdict = "fits" if fits else "too much"
+            yield f"Checked by the step itself: {remedy.name}: {readable(peak)}, {verdict}."
+            if fits:
+                return
 
 
 def _peak_of(remedy: Remedy) -> int:

@@ -28,8 +28,6 @@ RUN = Settings(
     micro_batch_size=2,
     seq_len=64,
     precision="fp32",
-    eps=1e-3,  # at Adam's first steps a gradient near zero is a sign: rounding would flip updates
-    weight_decay=0.0,  # the Trainer spares the norms
 )
 
 
@@ -53,6 +51,15 @@ def fresh(shape="tiny-llama", **values):
     """The same adapted model at every call."""
     seed_everything(0)
     return adapt(model_of_shape(shape, device="cpu"), run=change(**values))
+
+
+def apart(weights, others):
+    """How far weights are apart, as a part of them.
+
+    Of all together: in Adam's first steps a gradient near zero is a sign, which rounding flips.
+    """
+    found, expected = (torch.cat([each.flatten() for each in some]) for some in (weights, others))
+    return ((found - expected).norm() / expected.norm()).item()
 
 
 def losses_of(steps):

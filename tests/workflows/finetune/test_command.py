@@ -17,15 +17,18 @@ from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.training.tracking import read_back
 from recipes_lib.workflows.finetune import base_model as base_of_run
 from recipes_lib.workflows.finetune import command
-from recipes_lib.workflows.finetune.command import (
-    check_output,
-    check_packing,
-    check_positions,
-    run_command,
-)
+from recipes_lib.workflows.finetune.command import check_packing, check_positions, run_command
+from recipes_lib.workflows.finetune.data import Data
 from recipes_lib.workflows.finetune.loop import CHECKPOINT
-from recipes_lib.workflows.finetune.production import WRITTEN
-from tests.workflows.finetune.shared import RUN, SAVE_STEPS, STEPS, finetune_here, settings
+from tests.workflows.finetune.shared import (
+    RUN,
+    SAVE_STEPS,
+    STEPS,
+    change,
+    finetune_here,
+    make_rows,
+    settings,
+)
 
 
 def as_options(run):
@@ -55,7 +58,7 @@ def whole(small_model, pairs, tmp_path_factory):
 
 
 def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(
-    whole, small_model, pairs, tmp_path, monkeypatch, capsys
+    whole, small_model, pairs, tmp_path, monkeypatch
 ):
     """SIGKILL before the first checkpoint: it begins again. After one: it goes on from there."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other threads sum in another order
@@ -68,14 +71,11 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(
     first = run_command(*as_options(run), "--resume", kill_at=0)
     assert 0 in first
     assert not (folder / CHECKPOINT).exists()
-    with pytest.raises(ValueError, match="log would be overwritten: resume"):
-        finetune_here(run)
 
-    second = run_command(*as_options(run), "--resume", kill_at=SAVE_STEPS + 1, echo=True)
-    assert f"there is no {folder / CHECKPOINT}: beginning" in capsys.readouterr().out
+    second = run_command(*as_options(run), "--resume", kill_at=SAVE_STEPS + 1)
     assert min(second) == 0, "there was no checkpoint: it begins again"
     assert STEPS - 1 not in second
-    with pytest.raises(ValueError, match="would be overwritten: resume"):
+    with pytest.raises(ValueError, match="holds the checkpoint of a run: resume it"):
         finetune_here(run)
 
     third, printed = finetune_here(run, resume=True)
@@ -101,11 +101,12 @@ def test_the_folder_holds_all_that_was_promised(whole, small_model):
     folder, losses, printed = whole
     assert sorted(losses) == list(range(STEPS))
     files = {path.name for path in folder.iterdir()}
-    assert files == {"adapter", "log", CHECKPOINT, *WRITTEN}
+    assert files == {"adapter", "log", CHECKPOINT, "axolotl"}
     assert "held-out loss" in (folder / "adapter" / "README.md").read_text()
     assert "too few to rely on" in printed  # of 4 rows
     assert "36 rows to train on, 4 held out" in printed
-    assert f"path: {folder}/train.jsonl" in (folder / "axolotl.yml").read_text()
+    axolotl = (folder / "axolotl" / "axolotl.yml").read_text()
+    assert f"path: {folder}/axolotl/train.jsonl" in axolotl
 
 
 def test_it_says_how_far_it_is_and_what_it_found(whole):
@@ -118,7 +119,6 @@ def test_it_says_how_far_it_is_and_what_it_found(whole):
     difference = float(re.search(r"\ndifference: (\S+) nats per token", printed)[1])
     assert after - before == pytest.approx(difference, abs=1e-3)
     assert after < before
-    assert "nats per token, the base in fp32 with adapters in fp32\n" in printed
     assert "four bits" not in printed
 
 
@@ -156,13 +156,13 @@ def test_a_finished_run_goes_on_to_more_steps(small_model, pairs, tmp_path, monk
     assert adapter.read_bytes() != shorter
 
 
-def test_epochs_are_counted_in_the_rows_of_this_run(small_model, pairs, tmp_path):
+def test_epochs_are_counted_in_the_rows_of_this_run():
     """The mistake: a pass over the pairs where packed rows are fewer."""
-    run = settings(small_model, pairs, tmp_path / "out", rows_per_step=6, seq_len=128)
-    losses, printed = finetune_here(run, epochs=2)
-    rows = int(re.search(r"packed into (\d+) rows", printed)[1])
-    assert rows < 36
-    assert len(losses) == 2 * (rows // 6)
+    rows = make_rows(36)
+    run = change(packing=True, rows_per_step=6)
+    packed, run = command._packed(Data([], rows, [], run), epochs=2)
+    assert len(packed) < len(rows)
+    assert run.steps == 2 * (len(packed) // 6)
 
 
 def test_the_lines_at_the_end_ask_the_model(whole):
@@ -194,8 +194,6 @@ def test_a_full_model_and_a_4_bit_one_are_saved(small_model, pairs, tmp_path):
 
     adapted = settings(small_model, pairs, tmp_path / "qlora", method="qlora", **short)
     _, printed = finetune_here(adapted)
-    assert "nats per token, the base in fp32\n" in printed
-    assert "nats per token, the base in 4 bits with adapters in fp32\n" in printed
     assert "what four bits cost" in printed
     assert load_adapter(base, tmp_path / "qlora" / "adapter").peft_config
 
@@ -309,24 +307,6 @@ def test_a_factor_that_the_positions_count_is_not_counted_again(monkeypatch, sma
     check_positions(run, longest=131_072)
     with pytest.raises(ValueError, match=r"131073 tokens, .* knows 131072 positions"):
         check_positions(run, longest=131_073)
-
-
-def test_no_file_of_the_user_is_overwritten(pairs, tmp_path):
-    result = tmp_path / "adapter"
-    for name in ("train.jsonl", "axolotl.yml"):
-        path = tmp_path / name
-        path.write_text("mine")
-        with pytest.raises(ValueError, match=f"{name} would be overwritten"):
-            check_output(tmp_path, result, inputs=["", None], resume=False)
-        # Resuming may replace what an earlier attempt wrote, but not what is read.
-        check_output(tmp_path, result, inputs=["", None], resume=True)
-        with pytest.raises(ValueError, match=f"{name} would be overwritten"):
-            check_output(tmp_path, result, inputs=[str(path), None], resume=True)
-        path.unlink()
-    check_output(tmp_path, result, inputs=[str(pairs), None], resume=False)
-    # The mistake: the folder is made after the base was loaded and its loss measured.
-    with pytest.raises(ValueError, match="is a file: give the name of a folder"):
-        check_output(pairs, pairs / "adapter", inputs=[str(pairs), None], resume=False)
 
 
 def test_packing_is_refused_where_documents_are_not_kept_apart():

@@ -89,7 +89,7 @@ def test_pairs_of_the_standard_library_are_left_out_where_they_are_long(tokenize
         ([], "(no rows)"),
         ([{"story": "a"}], "`prompt` and `completion` are needed"),
         (pairs_of(range(5)), "1 held-out rows: give 20 pairs or more"),
-        ([{"prompt": "a", "completion": "b"}] * 30, "0 rows are fewer than rows_per_step"),
+        ([{"prompt": "a", "completion": "b"}] * 30, "no pair is left to train on"),
     ],
     ids=["no rows", "columns", "few", "repeated"],
 )

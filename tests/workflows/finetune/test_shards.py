@@ -116,8 +116,8 @@ def test_a_stopped_run_goes_on(runs, base, pairs, two_ranks, tmp_path):
     assert losses_in(resumed)[1:] == losses_in(printed)[3:]
 
 
-def parts_while_training(run):
-    """On a rank: whether the model that trains is in parts, and bytes of the largest tensor."""
+def in_parts_while_training(run):
+    """On a rank: whether the model that trains is in parts, and what is printed."""
     seen = []
     of_all = command.training_steps
 
@@ -126,8 +126,8 @@ def parts_while_training(run):
         return of_all(model, *given, **options)
 
     with mock.patch.object(command, "training_steps", looking):
-        finetune_here(run)
-    return seen
+        _, printed = finetune_here(run)
+    return seen, printed
 
 
 def test_precision_and_checkpointing_go_along(base, pairs, two_ranks, tmp_path):
@@ -136,7 +136,6 @@ def test_precision_and_checkpointing_go_along(base, pairs, two_ranks, tmp_path):
     run = settings(base, pairs, tmp_path / "1", **options)
     _, expected = finetune_here(run)
     on_two = dataclasses.replace(run, output_dir=str(tmp_path / "2"), **ON_TWO)
-    (found,) = two_ranks.run(on_ranks, runs=[on_two], timeout=200)
+    in_parts, found = two_ranks.run(in_parts_while_training, run=on_two, timeout=200)
+    assert in_parts == [True]
     assert losses_in(found) == pytest.approx(losses_in(expected), abs=2e-3)
-    again = dataclasses.replace(on_two, output_dir=str(tmp_path / "3"))
-    assert two_ranks.run(parts_while_training, run=again, timeout=200) == [True]
