@@ -5,9 +5,8 @@ python -m benchmarks.architecture      some minutes of one core
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,10 +94,5 @@ def measured(settings: Settings) -> Iterator[dict[str, Any]]:
         yield {part.__name__: part(settings)}
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
-    """Measure the parts, write the file after each, and return where it is."""
-    return study.run("architecture", Settings(), measured, about=__doc__, arguments=arguments)
-
-
 if __name__ == "__main__":
-    main()
+    study.run("architecture", Settings(), measured, about=__doc__)

@@ -5,10 +5,9 @@ python -m benchmarks.depths      some ten minutes of one core
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,10 +92,5 @@ def seconds_per_token(models: dict[int, Any]) -> dict[int, float]:
     return {depth: min(milliseconds) / 1e3 for depth, milliseconds in found.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
-    """Train all depths, write the file, and return where it is."""
-    return study.run("depths", Settings(), compare, about=__doc__, arguments=arguments)
-
-
 if __name__ == "__main__":
-    main()
+    study.run("depths", Settings(), compare, about=__doc__)

@@ -117,10 +117,5 @@ def held_out_loss(model: Any, rows: Sequence[Row]) -> float:
     return (losses.sum() / targets.sum()).item()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the comparison, and write the file after each run of a way."""
-    study.run("distillation", Settings(), compare, about=__doc__, arguments=arguments)
-
-
 if __name__ == "__main__":
-    main()
+    study.run("distillation", Settings(), compare, about=__doc__)

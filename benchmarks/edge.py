@@ -22,7 +22,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -253,10 +253,5 @@ def measured(settings: Settings) -> Iterator[dict[str, Any]]:
         yield {"times": found}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the parts, and write the file after each of them."""
-    study.run("edge", Settings(), measured, about=__doc__, arguments=arguments)
-
-
 if __name__ == "__main__":
-    main()
+    study.run("edge", Settings(), measured, about=__doc__)

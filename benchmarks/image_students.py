@@ -13,7 +13,7 @@ networks as they begin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -142,10 +142,5 @@ def measured(settings: Settings) -> Iterator[dict[str, Any]]:
     yield {"times": of_both, "executorch": version("executorch")}
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
-    """Measure, write the file after each step, and return where it is."""
-    return study.run("image_students", Settings(), measured, about=__doc__, arguments=arguments)
-
-
 if __name__ == "__main__":
-    main()
+    study.run("image_students", Settings(), measured, about=__doc__)

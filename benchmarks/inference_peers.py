@@ -185,10 +185,5 @@ def measured(settings: Settings) -> Iterator[dict[str, Any]]:
         yield facts | {"rounds": done, "rows": contents(rows)}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run all programs, and write the file after each round."""
-    study.run("inference_peers", Settings(), measured, about=__doc__, arguments=arguments)
-
-
 if __name__ == "__main__":
-    main()
+    study.run("inference_peers", Settings(), measured, about=__doc__)

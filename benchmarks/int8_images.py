@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -205,10 +205,5 @@ def measured(settings: Settings) -> Iterator[dict[str, Any]]:
         yield {"times": rows}
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
-    """Measure, write the file after each step, and return where it is."""
-    return study.run("int8_images", Settings(), measured, about=__doc__, arguments=arguments)
-
-
 if __name__ == "__main__":
-    main()
+    study.run("int8_images", Settings(), measured, about=__doc__)

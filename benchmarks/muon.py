@@ -104,10 +104,5 @@ def train(
     return held_out_losses(model, held_out, pad_token_id=pad_token_id).mean
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the study, and write the file after each run."""
-    study.run("muon", Settings(), compare, about=__doc__, arguments=arguments)
-
-
 if __name__ == "__main__":
-    main()
+    study.run("muon", Settings(), compare, about=__doc__)

@@ -142,10 +142,5 @@ def both_perplexities(model: Any, held_out: Sequence[Row], settings: Settings) -
     return {"full": full, "rounded": math.exp(held_out_loss(model, held_out))}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the comparison, and write the file after each run of a way."""
-    study.run("quantization_aware", Settings(), compare, about=__doc__, arguments=arguments)
-
-
 if __name__ == "__main__":
-    main()
+    study.run("quantization_aware", Settings(), compare, about=__doc__)

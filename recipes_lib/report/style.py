@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import re
-from typing import Any
 
 from recipes_lib.core.measure.machine import GIB, machine
 
@@ -123,22 +122,15 @@ class Unit:
 # --- sources --------------------------------------------------------------------------------------
 
 BY_ARITHMETIC = "computed from the model's shape before anything ran"
-WITHOUT_DATA = "predicted: the same step on tensors without data"
 
 
 def measured_here() -> str:
     """The source line of what this process has measured."""
     here = machine()
-    today = datetime.date.today().isoformat()
-    return measured_on({"name": here.name, "device": here.device, "cores": here.cores}, today)
-
-
-def measured_on(run: dict[str, Any], date: str | None = None) -> str:
-    """The source line of a recorded run, from the facts that are stored with it."""
     # "Intel(R) Xeon(R) Processor @ 2.70GHz" becomes "Intel Xeon".
-    name = re.sub(r"\((R|TM)\)|@.*|\b(Processor|CPU)\b", " ", run["name"])
+    name = re.sub(r"\((R|TM)\)|@.*|\b(Processor|CPU)\b", " ", here.name)
     parts = [" ".join(name.split())]
-    if run["device"] == "cpu":
-        parts.append(f"{run['cores']} CPU cores")
-    parts.append(date or run["date"])
+    if here.device == "cpu":
+        parts.append(f"{here.cores} CPU cores")
+    parts.append(datetime.date.today().isoformat())
     return "measured on " + ", ".join(parts)

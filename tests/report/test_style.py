@@ -1,5 +1,7 @@
 """The look of all charts."""
 
+from types import SimpleNamespace
+
 from recipes_lib.report import style
 
 
@@ -15,10 +17,8 @@ def test_unit():
     assert texts == ["500 MiB", "20.0 GiB", "106 GiB"]
 
 
-def test_a_source_names_the_machine_of_the_run():
-    """The mistake: a recorded chart says that it was measured here and today."""
-    run = {"name": "Intel(R) Xeon(R) Processor @ 2.70GHz", "device": "cpu", "cores": 2}
-    source = style.measured_on(run | {"date": "2026-11-21"})
-    assert source == "measured on Intel Xeon, 2 CPU cores, 2026-11-21"
-    card = {"name": "NVIDIA L4", "device": "cuda", "cores": 8, "date": "2026-11-21"}
-    assert style.measured_on(card) == "measured on NVIDIA L4, 2026-11-21"
+def test_a_source_names_this_machine(monkeypatch):
+    """The mistake: the name of a processor that fills the line."""
+    cpu = SimpleNamespace(name="Intel(R) Xeon(R) Processor @ 2.70GHz", device="cpu", cores=2)
+    monkeypatch.setattr(style, "machine", lambda: cpu)
+    assert style.measured_here().startswith("measured on Intel Xeon, 2 CPU cores, 20")

@@ -130,20 +130,25 @@ def axolotl_config(run: Settings, *, tokenizer: Any) -> dict[str, Any]:
         "tf32": False,
         "seed": run.seed,
     }
-    if run.method != "full":
-        config |= {
-            "adapter": run.method,
-            "load_in_4bit": run.method == "qlora",
-            "lora_r": run.rank,
-            "lora_alpha": int(run.alpha),
-            "lora_dropout": run.dropout,
-            "lora_target_linear": True,
-        }
-    if run.method != "full" and run.dropout > 0:
-        # Axolotl's fused kernels drop nothing in front of the down projection.
-        config |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
     if run.report_to != "none":
         config[f"use_{run.report_to}"] = True
+    return config | _adapter(run)
+
+
+def _adapter(run: Settings) -> dict[str, Any]:
+    if run.method == "full":
+        return {}
+    config = {
+        "adapter": run.method,
+        "load_in_4bit": run.method == "qlora",
+        "lora_r": run.rank,
+        "lora_alpha": int(run.alpha),
+        "lora_dropout": run.dropout,
+        "lora_target_linear": True,
+    }
+    if run.dropout > 0:
+        # Axolotl's fused kernels drop nothing in front of the down projection.
+        config |= {"lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False}
     return config
 
 
