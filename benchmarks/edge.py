@@ -19,6 +19,7 @@ The files stay in `runs/edge/smollm2`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from recipes_lib.core.model.bytes_of_tensors import weight_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.default_model import model_source
 from recipes_lib.edge.language_model import export_language_model, load_language_model
+from recipes_lib.edge.language_model.runtime import PteLanguageModel
 from recipes_lib.precision.quantization_aware import apply_rounding
 from recipes_lib.report.ladders.speed import Writing
 from recipes_lib.workflows.on_device.background import in_background
@@ -54,7 +56,6 @@ class FileOf:
 
     layers: int
     weight_bits: int | None
-    output_bits: int | None = 8
     custom_attention: bool = True
 
 
@@ -129,11 +130,24 @@ def quality(folder: Path, settings: Settings) -> dict[str, Any]:
         if file.layers != WHOLE:
             continue
         pte = load_language_model(folder / f"{name}.pte")
-        found["perplexity"][name] = pte.perplexity(rows)
+        found["perplexity"][name] = perplexity_of(pte, rows)
         if file.weight_bits is not None:
-            rounded = apply_rounding(model_of(WHOLE), output_bits=file.output_bits)
+            rounded = apply_rounding(model_of(WHOLE))
             found["perplexity"][f"{name}, rounded in eager"] = eager_perplexity(rounded, rows)
     return found
+
+
+def perplexity_of(pte: PteLanguageModel, rows: list) -> float:
+    """exp of the mean loss over all tokens of `rows` but the first ones, read token by token."""
+    total = 0.0
+    count = 0
+    for row in rows:
+        ids = row["input_ids"]
+        for position, following in enumerate(ids[1:]):
+            logits = pte.step(int(ids[position]), position)
+            total -= float(logits.log_softmax(-1)[following])
+            count += 1
+    return math.exp(total / count)
 
 
 def eager_perplexity(model: Any, rows: list) -> float:

@@ -46,13 +46,6 @@ MULTIPLE_OF = 8  # channels that stay: kernels compute whole vectors
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
 
-def plain_removal(
-    expand: nn.Conv2d, places: nn.Conv2d, reduce: nn.Conv2d, kept: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights of the three convolutions of a block with the channels `kept` [K'] alone."""
-    return expand.weight[kept], places.weight[kept], reduce.weight[:, kept]
-
-
 def plain_importance(inside: Tensor, reduce: Tensor) -> Tensor:
     """What each channel adds to the output: inside [B, C, H, W], reduce [K, C] -> [C]."""
     return inside.square().mean(dim=(0, 2, 3)) * reduce.square().sum(dim=0)

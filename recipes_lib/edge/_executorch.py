@@ -20,13 +20,6 @@ _chosen: list[int] = []  # the number of this process, once a file asks for one
 
 def executorch_runtime(*, threads: int) -> Any:
     """The runtime, which computes with so many threads, and with kernels for whole numbers."""
-    use_threads(threads)
-    require("executorch.kernels.quantized")  # registers its kernels
-    return require("executorch.runtime").Runtime.get()
-
-
-def use_threads(threads: int) -> None:
-    """Let ExecuTorch compute with so many threads. To be called before a file is loaded."""
     if _chosen and _chosen != [threads]:
         raise ValueError(
             f"threads={threads}: this process runs files with {_chosen[0]} already, and another "
@@ -36,3 +29,5 @@ def use_threads(threads: int) -> None:
     if bindings._threadpool_get_thread_count() != threads:
         bindings._unsafe_reset_threadpool(threads)
     _chosen[:] = [threads]
+    require("executorch.kernels.quantized")  # registers its kernels
+    return require("executorch.runtime").Runtime.get()

@@ -52,8 +52,6 @@ def capture_graph(
         any_batch: the first dimension of all inputs may change from call to call, together. Give
             an example of 2 or more then: torch.export takes a 1 for a fixed size.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{type(model).__name__} is no model: give a module of PyTorch")
     _require_plain_weights(model)
     shapes = None
     if any_batch:

@@ -11,4 +11,6 @@ tensor_parallel     a part of each layer on each rank, with sequence and loss pa
 zero                states, gradients, weights in parts over ranks: ZeRO 1, 2 and 3
 _kept_bytes  the bytes that a rank keeps, by kind; each technique predicts them
 _sharding  what the techniques that copy or divide a model among ranks have in common
+
+What one rank is refused, all are refused, with the same ValueError: the ranks compare first.
 """

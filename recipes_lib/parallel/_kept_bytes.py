@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.bytes_of_tensors import parts_needed, trainable_bytes, weight_bytes
 
 STATES = 2  # averages of AdamW for each number that trains
@@ -42,7 +41,6 @@ def part_bytes(parameters: Iterable[torch.Tensor], shards: int) -> int:
 
     Ranks that have fewer fill theirs up, and the filling is gathered and sent like the rest.
     """
-    check_whole(shards=shards)
     total = 0
     for parameter in parameters:
         rows, *others = parameter.shape

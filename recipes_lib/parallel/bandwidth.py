@@ -11,8 +11,8 @@ Idea       Time each collective alone, over sizes from a few KiB to many MiB. Tw
            that a rank sends, in a ring of N ranks, for each byte of the tensor:
 
                all_reduce                                        2 (N-1)/N
-               all_gather, reduce_scatter, all_to_all              (N-1)/N
-               send (each to its neighbour), broadcast                1
+               all_gather, reduce_scatter                          (N-1)/N
+               send (each to its neighbour)                            1
 
            Bytes sent per second are the *bus bandwidth*. If the links are the limit, it is the same
            for all collectives and all N, and the data sheet of the links says what it should be.
@@ -35,25 +35,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import distributed
 
-from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.machine import synchronize
 from recipes_lib.core.ranks import group_device, rank, world_size
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather, exchange, reduce_scatter
 from recipes_lib.core.ranks.traffic import ring_bytes
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
 FP32_BYTES = 4
 ROUNDS = 5  # of which the fastest counts: whatever else runs can only slow them
 ROUND_SECONDS = 0.05  # in which a small tensor is sent many times
 MOST_CALLS = 200  # in a round, of a tensor that is small
-FEWEST_SIZES = 3  # a line goes through any two points exactly, and says nothing of its error
 
 # --- the idea -------------------------------------------------------------------------------------
 
@@ -97,27 +94,22 @@ class BusPoint:
     @property
     def bus_bandwidth(self) -> float:
         """Bytes per second that a rank sends, to compare with its link."""
-        return self.size * bus_factor(self.kind, self.ranks) / self.seconds
+        return ring_bytes(self.kind, self.size, self.ranks) / self.seconds
 
 
 def measure_bus_bandwidth(kind: str, sizes: Sequence[int]) -> list[BusPoint]:
     """Time one kind of collective over sizes. All ranks call it, and all get the same points.
 
     Args:
-        kind: one of KINDS; "send" is a ring, in which each rank sends to the next.
+        kind: "all_reduce", "all_gather", "reduce_scatter", or "send", a ring in which each rank
+            sends to the next.
         sizes: bytes of the whole tensor in fp32, each a multiple of the ranks x 4.
-    Raises ValueError if the ranks differ, for an unknown kind, and for sizes that do not divide.
     """
     agree(kind=kind, sizes=list(sizes))
-    check_choice(KINDS, kind=kind)
-    ranks = world_size()
-    least = ranks * FP32_BYTES
-    if any(size % least for size in sizes):
-        raise ValueError(f"sizes={list(sizes)}: give multiples of {least}, ranks x bytes")
     points = []
     for size in sizes:
         call = _collective(kind, size // FP32_BYTES)
-        points.append(BusPoint(kind, size, ranks, _fastest(call)))
+        points.append(BusPoint(kind, size, world_size(), _fastest(call)))
     return points
 
 
@@ -130,9 +122,7 @@ def _collective(kind: str, elements: int) -> Callable[[], object]:
         "all_reduce": partial(distributed.all_reduce, whole),
         "all_gather": partial(all_gather, whole, part),
         "reduce_scatter": partial(reduce_scatter, part, whole),
-        "all_to_all": partial(distributed.all_to_all_single, other, whole),
         "send": partial(_send_to_the_next, whole, other),
-        "broadcast": partial(distributed.broadcast, whole, src=0),
     }
     return calls[kind]
 
@@ -174,28 +164,17 @@ def _seconds_of(call: Callable[[], object], *, times: int) -> float:
 class Link:
     """What one kind of collective costs on these ranks: `latency` in seconds per message, and
     `bytes_per_second` that a rank sends.
-
-    `largest_residual` is the largest distance of a measured time from the formula, relative to the
-    time.
     """
 
     kind: str
     ranks: int
     latency: float
     bytes_per_second: float
-    largest_residual: float = 0.0
 
     def seconds(self, size: float) -> float:
         """Of a call on a tensor of `size` bytes: its messages and its bytes."""
-        sent = size * bus_factor(self.kind, self.ranks)
+        sent = ring_bytes(self.kind, size, self.ranks)
         return messages(self.kind, self.ranks) * self.latency + sent / self.bytes_per_second
-
-
-def bus_factor(kind: str, ranks: int) -> float:
-    """Bytes that a rank sends for each byte of the tensor; a broadcast passes all of them on."""
-    if kind == "broadcast":
-        return 1.0
-    return ring_bytes(kind, 1.0, ranks)
 
 
 def messages(kind: str, ranks: int) -> int:
@@ -210,33 +189,23 @@ def messages(kind: str, ranks: int) -> int:
 def fit_link(points: Sequence[BusPoint]) -> Link:
     """The latency and the bandwidth of one kind: those of its smallest and its largest tensor.
 
-    The line goes through these two points. How far the others are from it is `largest_residual`.
-    Of several points of one size the fastest counts: on a busy machine, measure again and give all.
-
-    Raises ValueError for fewer than three sizes, and if the largest tensor takes no longer than the
-    smallest.
+    The line goes through these two points.
     """
-    slowest_first = sorted(points, key=_seconds, reverse=True)
-    fastest = {point.size: point for point in slowest_first}  # a later one replaces an earlier one
-    if len(fastest) < FEWEST_SIZES:
-        raise ValueError(f"give points of {FEWEST_SIZES} sizes or more")
-    smallest = fastest[min(fastest)]
-    largest = fastest[max(fastest)]
+    smallest = min(points, key=_size)
+    largest = max(points, key=_size)
     if largest.seconds <= smallest.seconds:
         raise ValueError(
             "the time does not grow with the bytes: give sizes that differ more, and measure on a "
             "quiet machine"
         )
     kind, ranks = smallest.kind, smallest.ranks
-    more_bytes = (largest.size - smallest.size) * bus_factor(kind, ranks)
+    more_bytes = ring_bytes(kind, largest.size - smallest.size, ranks)
     bytes_per_second = more_bytes / (largest.seconds - smallest.seconds)
-    of_messages = smallest.seconds - smallest.size * bus_factor(kind, ranks) / bytes_per_second
+    of_messages = smallest.seconds - ring_bytes(kind, smallest.size, ranks) / bytes_per_second
     # Below 0 if even the smallest tensor is so large that its messages cost nothing beside it.
     latency = max(of_messages, 0.0) / messages(kind, ranks)
-    line = Link(kind, ranks, latency, bytes_per_second)
-    residuals = [abs(line.seconds(point.size) / point.seconds - 1) for point in fastest.values()]
-    return replace(line, largest_residual=max(residuals))
+    return Link(kind, ranks, latency, bytes_per_second)
 
 
-def _seconds(point: BusPoint) -> float:
-    return point.seconds
+def _size(point: BusPoint) -> int:
+    return point.size

@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 from recipes_lib.edge.export import (
-    PlainRecorder,
     export_to_executorch,
-    plain_replay,
 )
 from recipes_lib.edge.runtime import load_pte
 from tests.edge.conftest import SHAPE
@@ -23,15 +21,6 @@ class PoolsOverEverything(nn.Module):
 
     def forward(self, x):
         return self.pooler(self.convolution(x)).flatten(1)
-
-
-def test_the_plain_program_computes_without_the_model(net):
-    """A list that holds on to the numbers of the recording."""
-    x = torch.randn(SHAPE)
-    with torch.no_grad(), PlainRecorder() as recorder:
-        y = net(x)
-    other = torch.randn(SHAPE)
-    torch.testing.assert_close(plain_replay(recorder.program, (x, y), other), net(other))
 
 
 def test_the_file_computes_what_the_model_computes(net, exported):

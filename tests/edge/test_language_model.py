@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.edge import perplexity_of
 from recipes_lib.core.model.integer_grid import on_grid, to_grid
 from recipes_lib.edge import language_model
 from recipes_lib.edge._silenced_libraries import noise_to
@@ -17,12 +18,9 @@ from recipes_lib.edge.language_model import (
     export_language_model,
     load_language_model,
     plain_greedy,
-    plain_pairs,
     predicted_bytes,
 )
 from recipes_lib.edge.language_model.weights import (
-    Widths,
-    in_pairs,
     llama_parameters,
     on_linear_grid,
     require_same_logits,
@@ -116,7 +114,7 @@ def test_the_file_is_the_model_on_its_grid(exported):
         on_its_grid = model(TEXT, use_cache=False).logits
         loss = model(TEXT, labels=TEXT, use_cache=False).loss
         unrounded = model_of("Qwen2", tie_word_embeddings=True)(TEXT, use_cache=False).logits
-    assert abs(torch.tensor(pte.perplexity(ROWS)).log() - loss) < 0.01
+    assert abs(torch.tensor(perplexity_of(pte, ROWS)).log() - loss) < 0.01
     # Rounding moves the logits five times as far as that, or more.
     error = (torch.stack([pte.prefill(row) for row in TEXT]) - on_its_grid[:, -1]).norm()
     assert error < 0.2 * (unrounded - on_its_grid)[:, -1].norm()
@@ -165,13 +163,6 @@ def test_the_bytes_are_those_of_the_arithmetic(exported):
 # --- weights and settings -------------------------------------------------------------------------
 
 
-def test_rows_in_pairs_are_those_of_the_plain_lines():
-    """Heads mixed up, or a bias left in the order of Hugging Face."""
-    weight = torch.randn(24, 5)
-    assert torch.equal(in_pairs(weight, head_dim=8), plain_pairs(weight, head_dim=8))
-    assert torch.equal(in_pairs(weight[:, 0], head_dim=8), in_pairs(weight, head_dim=8)[:, 0])
-
-
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, None)])
 def test_torchao_has_the_grid_of_training(bits, group):
     """Another scale, such as max / 7.5: what was trained for is not what is stored."""
@@ -198,7 +189,7 @@ def test_llama_3_stretches_its_angles_by_the_factor_of_the_model():
     model = model_of(rope_parameters=STRETCHED, max_position_embeddings=8192)
     parameters = llama_parameters(model.config)
     assert parameters["use_scaled_rope"] and parameters["rope_scale_factor"] == 1.5
-    require_same_logits(model, Widths(None, GROUP, None, None))
+    require_same_logits(model, None, GROUP)
 
 
 # --- what the comparison refuses ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which chain a budget needs, by arithmetic."""
+"""Which chain a budget needs, by arithmetic. Notebook 06 compares the choice with plain lines."""
 
 import pytest
 
@@ -6,8 +6,6 @@ from recipes_lib.edge.size_budget import (
     Chain,
     Speed,
     choose_chain,
-    plain_first_that_fits,
-    predicted_choices,
     predicted_file_bytes,
 )
 
@@ -18,29 +16,6 @@ CHAINS = [
     Chain(("prune",), weights=350_000, work=4_000_000),
     Chain(("prune", "8 bits"), 350_000, 4_000_000, bits=8, scales=5_000, format="int8"),
 ]
-
-
-def chosen(megabytes, milliseconds):
-    choice = choose_chain(CHAINS, megabytes=megabytes, milliseconds=milliseconds, speeds=SPEEDS)
-    return choice.chain.name
-
-
-@pytest.mark.parametrize(
-    ("megabytes", "milliseconds", "name"),
-    [
-        (1, 10, "8 bits"),  # pruning would be too large
-        (3, 2.5, "8 bits"),  # in the order of the price, though pruning fits as well
-        (3, 1.6, "prune + 8 bits"),
-    ],
-)
-def test_the_first_chain_that_fits_both_limits(megabytes, milliseconds, name):
-    """Catches a choice by one limit alone, and one of the smallest in place of the cheapest."""
-    assert chosen(megabytes, milliseconds) == name
-    rows = [
-        (each.chain.name, each.file_bytes / 1e6, each.seconds * 1e3)
-        for each in predicted_choices(CHAINS, speeds=SPEEDS)
-    ]
-    assert plain_first_that_fits(rows, megabytes, milliseconds) == name
 
 
 def test_bytes_of_weights_and_scales():
@@ -54,4 +29,4 @@ def test_bytes_of_weights_and_scales():
 def test_no_chain_fits():
     """The nearest one is that of the limit that is exceeded most."""
     with pytest.raises(ValueError, match=r"Nearest comes prune \+ 8 bits, with 0.37 MB"):
-        chosen(0.1, 10)
+        choose_chain(CHAINS, megabytes=0.1, milliseconds=10, speeds=SPEEDS)

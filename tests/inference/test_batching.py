@@ -4,7 +4,6 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.decoding import greedy
 from recipes_lib.inference.batching import (
     generate_batch,
-    throughput_table,
 )
 from recipes_lib.inference.decode_loop import apply_decode_loop
 
@@ -41,13 +40,3 @@ def test_prompts_of_one_length_need_no_mask():
 
 
 # --- the numbers ----------------------------------------------------------------------------------
-
-
-def test_throughput_table():
-    """The mistake: the time of a step for that of a token, or the other way round."""
-    decoder = apply_decode_loop(model_of_shape("tiny-llama", device="cpu"))
-    table = throughput_table(decoder, [1, 4], prompt=[1, 2, 3], steps=2, rounds=3)
-    assert [row.batch for row in table] == [1, 4]
-    for row in table:
-        assert row.seconds_per_step > 0
-        assert row.tokens_per_second == row.batch / row.seconds_per_step

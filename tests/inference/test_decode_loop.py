@@ -7,7 +7,8 @@ import torch
 import transformers
 
 from recipes_lib.core.model.decoding import greedy
-from recipes_lib.inference.decode_loop import apply_decode_loop, rotate, step_by_hand
+from recipes_lib.inference.batching import left_padded
+from recipes_lib.inference.decode_loop import apply_decode_loop
 from recipes_lib.inference.decode_loop.norms import RootMeanSquareNorm
 from recipes_lib.inference.speculative import prompt_lookup_generate
 
@@ -105,30 +106,6 @@ def test_logits_in_any_split(plain):
         assert cache.length == 13
 
 
-def test_the_step_by_hand_is_the_step(plain):
-    """The mistake: the plain lines that readers copy are another block."""
-    decoder = apply_decode_loop(plain)
-    block = decoder.blocks[0]
-    tokens = torch.tensor([prompt_of(7)])
-    cache = decoder.new_cache(max_tokens=7)
-    decoder(tokens[:, :6], cache)
-    with torch.inference_mode():
-        x = decoder.embedding(tokens[:, 6:])  # [1, 1, D]
-        turn = decoder.turn(cache.positions(1))
-        keys, values = cache.keys[0][0].clone(), cache.values[0][0].clone()
-        expected = block(x, turn, None, cache, False)[0, 0]
-        got = step_by_hand(block, x[0, 0], turn[0, 0], keys, values)
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_rotation_by_complex_and_by_real_numbers():
-    """The mistake: a compiled graph, which has no complex numbers, turns the other way."""
-    x = torch.randn(2, 3, 4, 8)
-    angles = torch.randn(3, 1, 4)
-    real = torch.stack([angles.cos(), angles.sin()], dim=-1)
-    torch.testing.assert_close(rotate(x, torch.view_as_complex(real)), rotate(x, real))
-
-
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, 1e-1), (torch.float16, 1e-6)])
 def test_the_norm_is_the_rms_norm(dtype, eps):
     """The mistake: squares in fp16, which overflow, or a forgotten eps, which small ones show."""
@@ -145,33 +122,11 @@ def test_the_norm_is_the_rms_norm(dtype, eps):
 # --- several rows ---------------------------------------------------------------------------------
 
 
-def left_padded(prompts):
-    width = max(map(len, prompts))
-    rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
-    starts = [width - len(prompt) for prompt in prompts]
-    return torch.tensor(rows), torch.tensor(starts)
-
-
-def test_padded_rows_answer_like_single_ones(plain):
-    """The mistake: padding that is seen, or counted as a position."""
-    prompts = [prompt_of(3), prompt_of(11), prompt_of(1)]
-    decoder = apply_decode_loop(plain)
-    tokens, starts = left_padded(prompts)
-    cache = decoder.new_cache(batch=3, max_tokens=tokens.shape[1] + NEW_TOKENS)
-    cache.starts = starts
-    answers = []
-    for _ in range(NEW_TOKENS):
-        tokens = decoder(tokens, cache, last_only=True).argmax(-1)
-        answers.append(tokens)
-    answers = torch.cat(answers, dim=1).tolist()
-    assert answers == [greedy(decoder, prompt, new_tokens=NEW_TOKENS) for prompt in prompts]
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_row_by_row_is_one_call_per_token(plain, padded):
     """The mistake: a token that sees those behind it, which exact speculation would not survive."""
     decoder = apply_decode_loop(plain)
-    tokens, starts = left_padded([prompt_of(9), prompt_of(12)])
+    tokens, starts = left_padded([prompt_of(9), prompt_of(12)])  # [B, S], [B]
     caches = [decoder.new_cache(batch=2, max_tokens=12) for _ in range(3)]
     for cache in caches:
         if padded:
@@ -184,20 +139,6 @@ def test_row_by_row_is_one_call_per_token(plain, padded):
     single = torch.cat(single, dim=1)
     torch.testing.assert_close(rows, single, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(together, single, atol=1e-5, rtol=1e-5)
-
-
-def test_forgotten_tokens_leave_no_trace(plain):
-    """The mistake: tokens that speculation has rejected are looked at."""
-    decoder = apply_decode_loop(plain)
-    tokens = torch.tensor([prompt_of(10)])
-    cache = decoder.new_cache(max_tokens=16)
-    decoder(tokens, cache)
-    decoder(torch.tensor([[1, 2, 3, 4]]), cache)
-    cache.truncate(10)
-    after = decoder(torch.tensor([[5]]), cache)
-    fresh = decoder.new_cache(max_tokens=16)
-    decoder(tokens, fresh)
-    torch.testing.assert_close(after, decoder(torch.tensor([[5]]), fresh), atol=0, rtol=0)
 
 
 # --- the weights ----------------------------------------------------------------------------------

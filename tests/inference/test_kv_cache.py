@@ -13,8 +13,6 @@ from recipes_lib.inference.kv_cache import (
 )
 from recipes_lib.inference.speculative import prompt_lookup_generate, row_difference
 
-SIZES = {"layers": 2, "kv_heads": 3, "head_dim": 16}
-
 
 def tiny_decoder(shape="tiny-llama"):
     return apply_decode_loop(model_of_shape(shape, device="cpu"))
@@ -33,25 +31,6 @@ def test_codes_and_scales_by_hand():
         dequantized(codes, scale, torch.float32)[:2],
         torch.tensor([[127.0, -64.0, 0.0], [0.0127, 0.01, 0.0]]),
     )
-
-
-def test_append_and_truncate_as_the_plain_cache():
-    """The mistake: scales that stay behind when tokens are forgotten and written again."""
-    cache = Int8KeyValueCache(**SIZES, capacity=11, batch=2)
-    k, v = torch.randn(2, 2, 3, 11, 16)
-    for begin, end in [(0, 5), (5, 6), (6, 11)]:
-        for layer in range(2):
-            keys, values = cache.append(layer, k[:, :, begin:end], v[:, :, begin:end] * (layer + 1))
-            for got, whole in ((keys, k), (values, v * (layer + 1))):
-                expected = dequantized(*quantized(whole[:, :, :end]), torch.float32)
-                assert torch.equal(got, expected)
-        cache.advance(end - begin)
-    cache.truncate(4)
-    keys, _ = cache.append(0, k[:, :, :2], v[:, :, :2])
-    again = torch.cat([k[:, :, :4], k[:, :, :2]], dim=2)
-    assert torch.equal(keys, dequantized(*quantized(again), torch.float32))
-    with pytest.raises(ValueError, match="was made for 11"):
-        cache.reserve(8)
 
 
 # --- in a decoder ---------------------------------------------------------------------------------

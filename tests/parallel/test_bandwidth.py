@@ -6,17 +6,16 @@ from torch import distributed
 
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.agreement import agree
-from recipes_lib.core.ranks.traffic import count_traffic
+from recipes_lib.core.ranks.traffic import count_traffic, ring_bytes
 from recipes_lib.parallel.bandwidth import (
-    KINDS,
     BusPoint,
     Link,
-    bus_factor,
     fit_link,
     measure_bus_bandwidth,
     ring_all_reduce,
 )
 
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 SIZES = [2**12, 2**16, 2**20, 2**22]
 
 
@@ -41,7 +40,7 @@ def test_a_ring_sums_and_sends_what_the_formula_says(four_ranks):
     got, expected, traffic = four_ranks.run(sum_in_a_ring)
     torch.testing.assert_close(got, expected)
     assert traffic.calls == {"send": 2 * 3}
-    assert traffic.sent == 4 * 24 * bus_factor("all_reduce", 4) == 4 * 24 * 2 * 3 / 4
+    assert traffic.sent == ring_bytes("all_reduce", 4 * 24, 4) == 4 * 24 * 2 * 3 / 4
 
 
 # --- the technique --------------------------------------------------------------------------------
@@ -82,5 +81,4 @@ def test_a_fit_finds_latency_and_bandwidth(kind):
     found = fit_link(exact_points(link))
     assert found.latency == pytest.approx(2e-5, rel=1e-6)
     assert found.bytes_per_second == pytest.approx(3e9, rel=1e-6)
-    assert found.largest_residual < 1e-6
     assert link.seconds(0) == pytest.approx({"all_reduce": 6, "send": 1}[kind] * 2e-5)

@@ -16,8 +16,6 @@ from recipes_lib.core.ranks.weighted_step import rank_rows
 from recipes_lib.parallel.context_parallel import (
     apply_context_parallel,
     loss_of_all,
-    predicted_ring_work,
-    ring_by_hand,
     shard_sequence,
     sum_gradients,
 )
@@ -38,7 +36,6 @@ from tests.parallel.parity import (
     counted_tokens,
     global_batch,
     largest_difference,
-    loss_sum,
     of_all_ranks,
     sgd,
     tiny_model,
@@ -72,12 +69,6 @@ def with_gradients(attention, tensors):
 
 def full_attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
-
-
-def test_the_idea_is_full_attention():
-    """The mistake: a merge that forgets what one of the sums was divided by."""
-    q, k, v, _ = inputs(4, 4, 12, torch.float32)
-    torch.testing.assert_close(ring_by_hand(q, k, v, ranks=3), full_attention(q, k, v))
 
 
 def differences(cases):
@@ -158,13 +149,17 @@ def test_the_kernels_of_a_ring_on_a_gpu(dtype, tolerance):
 # --- training -------------------------------------------------------------------------------------
 
 
-def train(kind="ring", steps=2, rows_axis=None, sharded=False):
+def train(kind="ring", steps=2, rows_axis=None, sharded=False, copied=False):
     """The steps of `train_alone` on parts of the sequences. Returns a Run.
 
-    With `rows_axis` two groups of two ranks share the rows, too; `sharded` has FSDP beside it.
+    With `rows_axis` two groups of two ranks share the rows, too; `sharded` has FSDP beside it;
+    `copied` trains a deep copy, which computes its blocks twice.
     """
     mesh = mesh_of(replicate=2, context=2) if rows_axis else None
     model = apply_context_parallel(tiny_model(), mesh=mesh and mesh["context"], kind=kind)
+    if copied:
+        model = copy.deepcopy(model)
+        model.gradient_checkpointing_enable()
     if sharded:
         for module in (*decoder_blocks(model), model):
             fully_shard(module, mesh=default_mesh())
@@ -198,54 +193,16 @@ def train(kind="ring", steps=2, rows_axis=None, sharded=False):
         (4, {"kind": "ulysses"}),  # two heads of keys for four ranks
         (4, {"rows_axis": True}),
         (2, {"sharded": True}),
+        (2, {"copied": True}),
     ],
 )
 def test_whole_models_train_like_one_process(ranks, options, request):
     """The mistakes: positions, labels or means of a part; a ring over all ranks instead of those of
-    its mesh; a loss that FSDP's mean over the ranks divides once more.
+    its mesh; a loss that FSDP's mean over the ranks divides once more; a model that cannot be
+    copied, and messages that the second forward of a checkpoint mixes up.
     """
     pool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
     assert largest_difference(pool.run(train, **options), train_alone(steps=2)) < TOLERANCE
-
-
-def loss_and_gradients_of_a_copy():
-    """Of one step of a deep copy that computes its blocks twice."""
-    model = copy.deepcopy(apply_context_parallel(tiny_model()))
-    model.gradient_checkpointing_enable()
-    loss = model(**shard_sequence(model, **global_batch(0))).loss
-    loss.backward()
-    sum_gradients(model)
-    gradients = {name: value.grad for name, value in model.named_parameters()}
-    return Run([loss_of_all(model, loss)], gradients)
-
-
-def loss_and_gradients_alone():
-    model = tiny_model()
-    batch = global_batch(0)
-    logits = model(batch["input_ids"], use_cache=False).logits
-    loss = loss_sum(logits, batch["labels"]) / counted_tokens(batch["labels"])
-    loss.backward()
-    return Run([loss.item()], {name: value.grad for name, value in model.named_parameters()})
-
-
-def test_a_copy_with_checkpoints_has_the_same_gradients(two_ranks):
-    """The mistakes: a model that cannot be copied, messages that the second forward mixes up."""
-    run = two_ranks.run(loss_and_gradients_of_a_copy)
-    assert largest_difference(run, loss_and_gradients_alone()) < TOLERANCE
-
-
-# --- balance --------------------------------------------------------------------------------------
-
-
-def test_the_zig_zag_is_balanced():
-    """The mistake: a layout in which some ranks wait for others in every step."""
-    ranks = 8
-    balanced = predicted_ring_work(ranks)
-    in_one_piece = predicted_ring_work(ranks, zig_zag=False)
-    assert balanced == [[0.5] * ranks] * ranks
-    assert sum(map(sum, in_one_piece)) == sum(map(sum, balanced)), "the same work in all"
-    waiting_for = sum(max(step) for step in in_one_piece)
-    assert waiting_for / sum(max(step) for step in balanced) == (2 * ranks - 1) / ranks
 
 
 # --- what would silently be another model ---------------------------------------------------------
@@ -259,6 +216,8 @@ def wrong_parts():
     good = shard_sequence(model, ids, labels)
     no_positions = {name: value for name, value in good.items() if name != "position_ids"}
     mine = 8 if distributed.get_rank() == 0 else 4
+    capped = small_model("Gemma2", layer_types=["full_attention"] * 2)
+    three_heads = small_model("Llama", num_attention_heads=3, hidden_size=48)
     found = {
         "no positions": refusal(model, **no_positions),
         "wrong positions": refusal(model, **good | {"position_ids": good["position_ids"] + 1}),
@@ -267,12 +226,16 @@ def wrong_parts():
         "length": refusal(shard_sequence, model, ids[:, :30], labels[:, :30]),
         "ranks differ": refusal(shard_sequence, model, ids[:mine], labels[:mine]),
         "twice": refusal(apply_context_parallel, model, kind="ulysses"),
+        "window": refusal(apply_context_parallel, small_model("Mistral", sliding_window=5)),
+        "cap": refusal(apply_context_parallel, capped),
+        "dropout": refusal(apply_context_parallel, small_model("Llama", attention_dropout=0.1)),
+        "heads": refusal(apply_context_parallel, three_heads, kind="ulysses"),
     }
     return found, loss_of_all(model, model(**good).loss)
 
 
 def test_wrong_parts_are_refused_on_every_rank(two_ranks):
-    """Each of them trains on other positions, labels or rows without an error."""
+    """Each of them trains on other positions, labels, rows or scores without an error."""
     found, loss = two_ranks.run(wrong_parts, timeout=60)
     expected = {
         "no positions": "without positions every rank would count from 0",
@@ -282,28 +245,10 @@ def test_wrong_parts_are_refused_on_every_rank(two_ranks):
         "length": "rows of 30 tokens: ring over 2 ranks cuts them into 4 pieces",
         "ranks differ": "input_ids: rank 0 gives [8, 32], rank 1 gives [4, 32]",
         "twice": "attention already",
+        "window": "has a window of 5 tokens",
+        "cap": "caps its scores",
+        "dropout": "has dropout in its attention",
+        "heads": "3 heads do not divide into 2 ranks",
     }
     assert {name: text for name, text in expected.items() if text not in str(found[name])} == {}
     assert loss == pytest.approx(train_alone(steps=1).losses[0], abs=TOLERANCE)
-
-
-def refused_models():
-    """What is said about attention that is another one, on this rank."""
-    odd = {"num_attention_heads": 3, "hidden_size": 48}
-    return {
-        "window": refusal(apply_context_parallel, small_model("Mistral", sliding_window=5)),
-        "cap": refusal(
-            apply_context_parallel, small_model("Gemma2", layer_types=["full_attention"] * 2)
-        ),
-        "dropout": refusal(apply_context_parallel, small_model("Llama", attention_dropout=0.1)),
-        "heads": refusal(apply_context_parallel, small_model("Llama", **odd), kind="ulysses"),
-    }
-
-
-def test_attention_that_is_another_one_is_refused(two_ranks):
-    """A window, a cap or dropout would be left out without an error."""
-    found = two_ranks.run(refused_models, timeout=60)
-    assert "has a window of 5 tokens" in found["window"]
-    assert "caps its scores" in found["cap"]
-    assert "has dropout in its attention" in found["dropout"]
-    assert "3 heads do not divide into 2 ranks" in found["heads"]

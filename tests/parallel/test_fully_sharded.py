@@ -98,13 +98,6 @@ def test_two_copies_of_two_parts_train_as_one_process(four_ranks):
     assert largest_difference(run, train_alone(steps=STEPS)) < TOLERANCE
 
 
-def test_bf16_stays_near(two_ranks):
-    """The mistake: the option does nothing, or the parts themselves are rounded."""
-    run = two_ranks.run(train, parameter_dtype=torch.bfloat16)
-    reference = train_alone(steps=STEPS)
-    assert 1e-6 < largest_difference(run, reference) < 0.02
-
-
 # --- bytes and traffic ----------------------------------------------------------------------------
 
 
@@ -129,9 +122,6 @@ def test_the_strategies_as_they_are(four_ranks):
     # Whole from forward to backward is only what does not gather again.
     assert rows["gradients and states"].weights_between > whole
     assert rows["full"].weights_between < 0.7 * whole
-    # Only DDP has a forward that sends no weights; it sends buffers.
-    assert rows["no shard"].sent_in_forward < whole / 1000
-    assert rows["hybrid"].sent_in_forward > whole / 3
     assert rows["full"].sent > rows["gradients and states"].sent
 
 

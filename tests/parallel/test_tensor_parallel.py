@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional as F
 
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.bytes_held import rank_bytes
 from recipes_lib.core.ranks.collectives import sums_over_ranks
@@ -19,7 +18,6 @@ from recipes_lib.core.ranks.weighted_step import counted_tokens, rank_rows
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.tensor_parallel import (
     apply_tensor_parallel,
-    cut_mlp,
     predicted_rank_bytes,
     predicted_sent_bytes,
 )
@@ -48,14 +46,6 @@ ODD = {"vocab_size": 257, "tie_word_embeddings": True}  # as GPT-2's 50,257, whi
 
 
 # --- the idea, without ranks ----------------------------------------------------------------------
-
-
-def test_the_idea_is_the_mlp():
-    """The mistake: parts of down that read other features than gate and up have made."""
-    mlp = decoder_blocks(model_of_shape("tiny-llama", device="cpu"))[0].mlp
-    x = torch.randn(5, 64)
-    weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
-    torch.testing.assert_close(cut_mlp(x, *weights, ranks=4), mlp(x))
 
 
 def test_four_ranks_in_one_process():

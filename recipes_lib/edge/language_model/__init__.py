@@ -51,7 +51,6 @@ from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     longest_text,
-    require_causal_lm,
     without_adapters,
 )
 from recipes_lib.core.model.integer_grid import check_group_divides
@@ -69,21 +68,17 @@ from recipes_lib.edge._silenced_libraries import noise_to
 from recipes_lib.edge.language_model.runtime import PteLanguageModel
 from recipes_lib.edge.language_model.weights import (
     LINEARS,
-    Widths,
+    bits_of_ends,
     llama_parameters,
     llama_weights,
     require_same_logits,
-    trains_on_a_grid,
 )
 
 FAMILIES = ("llama", "mistral", "qwen2")
-LLAMA_3_ANGLES = (1.0, 8192)  # ExecuTorch has these two of "llama3" as constants
 GROUP_UNIT = 32  # XNNPACK's kernels for 4 bits take groups of 32, 64, 96, …
 ROWS_LOOKED_AT = 8  # of each layer, to see whether it is on a grid already
 # One that `export_llama` never downloads. All of them are built from the same source.
 MODEL_CLASS = "llama3"
-# What a product of a linear layer becomes. One of these outside of XNNPACK is a slow plain loop.
-PRODUCTS = ("linear", "addmm", "mm")
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -128,8 +123,6 @@ def export_language_model(
     path: str | Path,
     weight_bits: int | None = 4,
     group: int = 64,
-    output_bits: int | None = 8,
-    embedding_bits: int | None = 8,
     custom_attention: bool = True,
     max_length: int = 256,
     tokenizer: Any = None,
@@ -144,12 +137,9 @@ def export_language_model(
         model: a Hugging Face causal LM of one of `FAMILIES`, also one that trains with
             `apply_quantization_aware`: its weights are rounded here, on the grid of its training.
         path: of the file, which ends in `.pte`.
-        weight_bits: of the linear layers in the blocks: 4, or 8 with one scale per row. None keeps
-            the whole file in fp32, and the next three arguments do not count.
+        weight_bits: of the linear layers in the blocks: 4 in groups, or 8 with one scale per row.
+            The embedding and the output layer always get 8. None keeps the whole file in fp32.
         group: inputs that share a scale, a multiple of 32 that divides every layer.
-        output_bits: of the output layer: 4 in groups, or 8 with one scale per row; None only
-            together with weight_bits=None.
-        embedding_bits: of the embedding: 8 with one scale per row, or None for fp32.
         custom_attention: attend with the operators made for it. A C++ program that is built against
             the wheel has no kernels for them: False makes a file for it, which is slower.
         max_length: positions of the cache, those of the prompt and of the answer together; at most
@@ -158,20 +148,23 @@ def export_language_model(
             None: those of the model's generation_config, as far as it has them.
     """
     path = Path(path)
-    widths = _widths(weight_bits, group, output_bits, embedding_bits)
-    _check_model(model, widths, max_length)
+    check_choice((4, 8, None), weight_bits=weight_bits)
+    _check_model(model, max_length)
+    if weight_bits == 4:
+        _check_groups(without_adapters(model), group)
     model = without_adapters(model)
     metadata = _special_tokens(model, tokenizer)
     require("executorch")
     start = time.perf_counter()
     with noise_to(path.with_suffix(".log")):
-        require_same_logits(model, widths)
+        require_same_logits(model, weight_bits, group)
         with whole_or_none(path) as unfinished:
             settings = _settings(unfinished, custom_attention, max_length, metadata)
             Path(settings.base.params).write_text(json.dumps(llama_parameters(model.config)))
-            torch.save(llama_weights(model, widths), settings.base.checkpoint)
+            torch.save(llama_weights(model, weight_bits, group), settings.base.checkpoint)
             delegation = _export(settings)
-            require_delegated(delegation, operators=PRODUCTS)
+            # Products of attention may stay outside: with plain attention they do.
+            require_delegated(delegation, operators=("linear", "addmm", "mm"))
     seconds = time.perf_counter() - start
     return ExportedFile(path, bytes=path.stat().st_size, seconds=seconds, delegation=delegation)
 
@@ -221,26 +214,10 @@ def _export(settings: Any) -> Delegation:
 # --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def _widths(
-    weight_bits: int | None, group: int, output_bits: int | None, embedding_bits: int | None
-) -> Widths:
-    check_choice((4, 8, None), weight_bits=weight_bits)
-    if weight_bits is None:
-        return Widths(None, group, None, None)
-    check_choice((4, 8), output_bits=output_bits)
-    check_choice((8, None), embedding_bits=embedding_bits)
-    return Widths(weight_bits, group, output_bits, embedding_bits)
-
-
-def _check_model(model: Any, widths: Widths, max_length: int) -> None:
+def _check_model(model: Any, max_length: int) -> None:
     """Raise ValueError for what the comparison of a few tokens does not see."""
     require_llama(model, families=FAMILIES, rope_types=("default", "llama3"))
     config = without_adapters(model).config
-    rope = config.rope_parameters
-    if rope["rope_type"] == "llama3":
-        check_choice([LLAMA_3_ANGLES[0]], low_freq_factor=rope["low_freq_factor"])
-        original = rope["original_max_position_embeddings"]
-        check_choice([LLAMA_3_ANGLES[1]], original_max_position_embeddings=original)
     check_whole(least=2, most=longest_text(config), max_length=max_length)
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) and window is not None and max_length > window:
@@ -249,25 +226,21 @@ def _check_model(model: Any, widths: Widths, max_length: int) -> None:
             f"the export does not know: give max_length={window} or less"
         )
     for name, by in quantized_layers(model).items():
-        if not trains_on_a_grid(by):
+        if by != "apply_quantization_aware":  # which rounds fp32 weights in each forward
             raise ValueError(
                 f"{name} is quantized by {by} already, and a second rounding would use another "
                 f"grid: export the model as it was before"
             )
-    _check_groups(without_adapters(model), widths)
 
 
-def _check_groups(model: Any, widths: Widths) -> None:
-    layers = {"the output layer": (model.get_output_embeddings(), widths.output_bits)}
+def _check_groups(model: Any, group: int) -> None:
+    if group % GROUP_UNIT != 0:
+        raise ValueError(f"group={group}: XNNPACK's kernels take multiples of {GROUP_UNIT}")
     for number, block in enumerate(decoder_blocks(model)):
         for name in LINEARS:
-            layers[f"layers.{number}.{name}"] = (block.get_submodule(name), widths.weight_bits)
-    in_groups = {name: layer.weight for name, (layer, bits) in layers.items() if bits == 4}
-    if in_groups and widths.group % GROUP_UNIT != 0:
-        raise ValueError(f"group={widths.group}: XNNPACK's kernels take multiples of {GROUP_UNIT}")
-    for name, weight in in_groups.items():
-        check_group_divides(weight.shape[1], widths.group, name)
-        _check_not_rounded(weight, name, widths.group)
+            weight = block.get_submodule(name).weight
+            check_group_divides(weight.shape[1], group, f"layers.{number}.{name}")
+            _check_not_rounded(weight, f"layers.{number}.{name}", group)
 
 
 def _check_not_rounded(weight: Tensor, name: str, group: int) -> None:
@@ -311,23 +284,15 @@ def _special_tokens(model: Any, tokenizer: Any) -> dict[str, Any]:
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def predicted_bytes(
-    model: Any,
-    *,
-    weight_bits: int | None = 4,
-    group: int = 64,
-    output_bits: int | None = 8,
-    embedding_bits: int | None = 8,
-) -> int:
+def predicted_bytes(model: Any, *, weight_bits: int | None = 4, group: int = 64) -> int:
     """The weights and scales of the `.pte`, in bytes; arguments as in `export_language_model`."""
-    require_causal_lm(model)
-    widths = _widths(weight_bits, group, output_bits, embedding_bits)
     causal = without_adapters(model)
-    total = _weight_bytes(causal.get_input_embeddings().weight, widths.embedding_bits, group)
-    total += _weight_bytes(causal.get_output_embeddings().weight, widths.output_bits, group)
+    total = 0
+    for end in (causal.get_input_embeddings(), causal.get_output_embeddings()):
+        total += _weight_bytes(end.weight, bits_of_ends(weight_bits), group)
     for block in decoder_blocks(causal):
         for parameter in block.parameters():
-            bits = widths.weight_bits
+            bits = weight_bits
             if parameter.dim() == 1:  # norms and biases
                 bits = None
             total += _weight_bytes(parameter, bits, group)

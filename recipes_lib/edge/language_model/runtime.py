@@ -13,9 +13,7 @@ Shapes: S tokens of a prompt, V vocabulary.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.data.tokens_and_labels import IGNORED, Row
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.decoding import token_row
 from recipes_lib.edge._executorch import executorch_runtime
@@ -77,20 +74,6 @@ class PteLanguageModel:
             answer.append(int(self.step(answer[-1], position).argmax()))
             position += 1
         return answer
-
-    def perplexity(self, rows: Iterable[Row]) -> float:
-        """exp of the mean loss over all targets of `rows`, read token by token."""
-        total = 0.0
-        targets = 0
-        for row in rows:
-            ids = row["input_ids"]
-            # The last label is that of a token which nothing needs to follow.
-            for position, target in enumerate(row["labels"][1:]):
-                logits = self.step(int(ids[position]), position)
-                if target != IGNORED:
-                    total -= float(logits.log_softmax(-1)[target])
-                    targets += 1
-        return math.exp(total / targets)
 
     def _logits(self, ids: Tensor, *, position: int) -> Tensor:
         return self._forward.execute([ids, torch.tensor([position])])[0].view(-1)

@@ -15,7 +15,7 @@ Shapes: N outputs and K inputs of a layer, D of a head, H heads, G inputs share 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,28 +46,22 @@ LARGEST_ERROR = 1e-3
 LARGEST_ERROR_ON_A_GRID = 5e-2
 
 
-class Widths(NamedTuple):
-    """Bits of the file's weights, as in `export_language_model`; None leaves them in fp32."""
-
-    weight_bits: int | None
-    group: int
-    output_bits: int | None
-    embedding_bits: int | None
+def bits_of_ends(weight_bits: int | None) -> int | None:
+    """Of the embedding and the output layer: with 4 the perplexity would rise too far."""
+    if weight_bits is None:
+        return None
+    return 8
 
 
-def trains_on_a_grid(by: str) -> bool:
-    """Whether layers that this function has changed round their fp32 weights in each forward."""
-    return by == "apply_quantization_aware"
-
-
-def llama_weights(model: Any, widths: Widths) -> dict[str, Tensor]:
+def llama_weights(model: Any, weight_bits: int | None, group: int) -> dict[str, Tensor]:
     """All weights of `model` under ExecuTorch's names, on their grids. The model stays as it is."""
     embedding = _plain(model.get_input_embeddings().weight)
     output = _plain(model.get_output_embeddings().weight).clone()  # shared with the embedding
+    of_ends = bits_of_ends(weight_bits)
     weights = {
         "norm.weight": _plain(model.model.norm.weight),
-        "tok_embeddings.weight": on_embedding_grid(embedding, bits=widths.embedding_bits),
-        "output.weight": on_linear_grid(output, bits=widths.output_bits, group=widths.group),
+        "tok_embeddings.weight": on_embedding_grid(embedding, bits=of_ends),
+        "output.weight": on_linear_grid(output, bits=of_ends, group=group),
     }
     for number, block in enumerate(model.model.layers):
         for name, there in NORMS.items():
@@ -75,7 +69,7 @@ def llama_weights(model: Any, widths: Widths) -> dict[str, Tensor]:
             weights[f"layers.{number}.{there}.weight"] = _plain(norm.weight)
         for name, there in LINEARS.items():
             rows = _rows(block.get_submodule(name), name, model.config)
-            grid = on_linear_grid(rows["weight"], bits=widths.weight_bits, group=widths.group)
+            grid = on_linear_grid(rows["weight"], bits=weight_bits, group=group)
             weights[f"layers.{number}.{there}.weight"] = grid
             if "bias" in rows:
                 weights[f"layers.{number}.{there}.bias"] = rows["bias"]
@@ -120,7 +114,7 @@ def llama_parameters(config: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def require_same_logits(model: Any, widths: Widths) -> None:
+def require_same_logits(model: Any, weight_bits: int | None, group: int) -> None:
     """ExecuTorch's Llama with these weights answers as `model` does.
 
     With unrounded weights, unless the model rounds them itself: then on the grid of the file.
@@ -130,12 +124,12 @@ def require_same_logits(model: Any, widths: Widths) -> None:
 
     most = LARGEST_ERROR_ON_A_GRID
     if not quantized_layers(model):
-        widths = Widths(None, widths.group, None, None)
+        weight_bits = None
         most = LARGEST_ERROR
     sizes = {"max_seq_len": COMPARED_TOKENS, "max_context_len": COMPARED_TOKENS}
     arguments = ModelArgs(**llama_parameters(model.config), **sizes, generate_full_logits=True)
     llama = construct_transformer(arguments).eval()
-    llama.load_state_dict(llama_weights(model, widths), strict=False, assign=True)
+    llama.load_state_dict(llama_weights(model, weight_bits, group), strict=False, assign=True)
     tokens = torch.linspace(0, model.config.vocab_size - 1, COMPARED_TOKENS).long()[None]
     # In fp32 on the CPU, as the file will be, whatever the model is stored in.
     tensors = [*model.named_parameters(), *model.named_buffers()]  # a shared weight comes once

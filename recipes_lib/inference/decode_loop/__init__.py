@@ -51,15 +51,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
+from recipes_lib.core.model.causal_lm import (
+    decoder_blocks,
+    require_causal_lm,
+    trunk,
+    without_adapters,
+)
 from recipes_lib.core.model.decoding import KeyValueCache
 from recipes_lib.core.model.grouped_heads import without_grouped_heads
 from recipes_lib.inference.decode_loop.from_transformers import (
-    BlockWeights,
     Sizes,
-    Weights,
+    activation_of,
     decoder_with_equal_logits,
+    head_norm,
+    in_pairs,
+    norm_like,
     require_the_same_at_any_length,
+    shared,
+    sizes_of,
+    stacked,
 )
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -117,21 +127,24 @@ class Decoder(nn.Module):
     # What `new_cache` makes. A technique may put another kind of cache here.
     cache_class: type[KeyValueCache] = KeyValueCache
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.sizes = weights.sizes
-        self.embedding = weights.embedding
-        blocks = enumerate(weights.blocks)
+        inside = trunk(model)
+        self.sizes = sizes_of(model)
+        self.embedding = nn.Embedding.from_pretrained(inside.embed_tokens.weight.detach())
+        blocks = enumerate(decoder_blocks(model))
         self.blocks = nn.ModuleList(
-            DecoderBlock(index, block, weights.sizes) for index, block in blocks
+            DecoderBlock(index, block, self.sizes) for index, block in blocks
         )
-        self.norm = weights.norm
-        self.head = weights.head
-        self.vocabulary = weights.embedding.num_embeddings
+        self.norm = norm_like(inside.norm)
+        self.head = shared(model.get_output_embeddings())
+        if model.get_output_embeddings().weight is inside.embed_tokens.weight:
+            self.head.weight = self.embedding.weight  # what changes its dtype changes both
+        self.vocabulary = self.embedding.num_embeddings
         # No buffers: `decoder.to(torch.float16)` would round the angles.
-        self._frequencies = weights.frequencies  # fp32 [E/2], radians per position
+        self._frequencies = inside.rotary_emb.inv_freq.detach().float().cpu()  # [E/2], per position
         # Cosine and sine, [positions, E/2, 2].
-        self._table = torch.empty(0, len(weights.frequencies), 2)
+        self._table = torch.empty(0, len(self._frequencies), 2)
         self.eval()
 
     def new_cache(self, *, batch: int = 1, max_tokens: int) -> KeyValueCache:
@@ -222,18 +235,22 @@ def _without_gradients() -> Any:
 class DecoderBlock(nn.Module):
     """Attention and MLP of one layer, with the fewest operators."""
 
-    def __init__(self, index: int, weights: BlockWeights, sizes: Sizes) -> None:
+    def __init__(self, index: int, block: Any, sizes: Sizes) -> None:
         super().__init__()
         self.index = index
         self.sizes = sizes
-        self.attention_norm = weights.attention_norm
-        self.qkv = weights.qkv
-        self.query_key_norm = weights.query_key_norm  # Qwen3's; None for most families
-        self.output = weights.output
-        self.mlp_norm = weights.mlp_norm
-        self.gate_up = weights.gate_up
-        self.down = weights.down
-        self.activation = weights.activation
+        attention = block.self_attn
+        mlp = block.mlp
+        queries = in_pairs(attention.q_proj, sizes)
+        keys = in_pairs(attention.k_proj, sizes)
+        self.attention_norm = norm_like(block.input_layernorm)
+        self.qkv = stacked(queries, keys, attention.v_proj)
+        self.query_key_norm = head_norm(attention, sizes)  # Qwen3's; None for most families
+        self.output = shared(attention.o_proj)
+        self.mlp_norm = norm_like(block.post_attention_layernorm)
+        self.gate_up = stacked(mlp.gate_proj, mlp.up_proj)
+        self.down = shared(mlp.down_proj)
+        self.activation = activation_of(mlp.act_fn)
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Hugging Face glue of the decode loop: reading the weights of a family, and comparing logits.
+"""Hugging Face glue of the decode loop: layers as it wants them, and a comparison of logits.
 
 Whatever has layers of the names of Llama's is read. Whether it computes what the loop computes, the
 logits of a few tokens say. What shows only on long texts is asked of the configuration.
@@ -43,49 +43,8 @@ class Sizes:
     positions: int | None  # for which the model was trained; None if nothing says so
 
 
-@dataclass(frozen=True)
-class BlockWeights:
-    """The layers of one block as the decode loop wants them."""
-
-    qkv: nn.Linear
-    output: nn.Linear
-    gate_up: nn.Linear
-    down: nn.Linear
-    attention_norm: RootMeanSquareNorm
-    mlp_norm: RootMeanSquareNorm
-    query_key_norm: HeadNorm | None
-    activation: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Weights:
-    sizes: Sizes
-    embedding: nn.Embedding
-    blocks: list[BlockWeights]
-    norm: RootMeanSquareNorm
-    head: nn.Linear
-    frequencies: Tensor  # fp32 [E/2]: radians per position of each pair of dimensions
-
-
-def read_weights(model: Any) -> Weights:
-    """Read a model that has the layers of Llama. Fused weights are copies."""
-    inside = trunk(model)
-    sizes = _sizes(model)
-    embedding = nn.Embedding.from_pretrained(inside.embed_tokens.weight.detach())
-    head = _linear(model.get_output_embeddings())
-    if model.get_output_embeddings().weight is inside.embed_tokens.weight:
-        head.weight = embedding.weight  # one parameter: what changes its dtype changes both
-    return Weights(
-        sizes=sizes,
-        embedding=embedding,
-        blocks=[_read_block(block, sizes) for block in decoder_blocks(model)],
-        norm=_norm(inside.norm),
-        head=head,
-        frequencies=inside.rotary_emb.inv_freq.detach().float().cpu(),
-    )
-
-
-def _sizes(model: Any) -> Sizes:
+def sizes_of(model: Any) -> Sizes:
+    """The sizes of a model that has the layers of Llama."""
     config = model.config
     attention = decoder_blocks(model)[0].self_attn
     return Sizes(
@@ -106,35 +65,16 @@ def _window(config: Any) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def _read_block(block: nn.Module, sizes: Sizes) -> BlockWeights:
-    attention = block.self_attn
-    mlp = block.mlp
-    queries = _pairs_together(attention.q_proj, sizes)
-    keys = _pairs_together(attention.k_proj, sizes)
-    values = (attention.v_proj.weight, attention.v_proj.bias)
-    return BlockWeights(
-        qkv=_stacked([queries, keys, values]),
-        output=_linear(attention.o_proj),
-        gate_up=_stacked([(part.weight, part.bias) for part in (mlp.gate_proj, mlp.up_proj)]),
-        down=_linear(mlp.down_proj),
-        attention_norm=_norm(block.input_layernorm),
-        mlp_norm=_norm(block.post_attention_layernorm),
-        query_key_norm=_head_norm(attention, sizes),
-        activation=_activation(mlp.act_fn),
-    )
-
-
-def _pairs_together(linear: nn.Linear, sizes: Sizes) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias with the rows of each head in another order: 0, E/2, 1, E/2 + 1, …
+def in_pairs(linear: nn.Linear, sizes: Sizes) -> nn.Linear:
+    """A copy with the rows of each head in another order: 0, E/2, 1, E/2 + 1, …
 
     transformers rotates dimension i with i + E/2. Side by side they are one complex number. Scores
     are sums over the dimensions, so the same order in queries and keys leaves them as they are.
     """
-    weight = _interleaved(linear.weight, sizes.head_dim)
     bias = None
     if linear.bias is not None:
         bias = _interleaved(linear.bias, sizes.head_dim)
-    return weight, bias
+    return _linear_of(_interleaved(linear.weight, sizes.head_dim), bias)
 
 
 def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
@@ -143,7 +83,8 @@ def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
-def _head_norm(attention: nn.Module, sizes: Sizes) -> HeadNorm | None:
+def head_norm(attention: nn.Module, sizes: Sizes) -> HeadNorm | None:
+    """The norms of queries and of keys as one; None for a family without them."""
     if not hasattr(attention, "q_norm"):
         return None
     q = _interleaved(attention.q_norm.weight, sizes.head_dim)  # [E]
@@ -152,17 +93,15 @@ def _head_norm(attention: nn.Module, sizes: Sizes) -> HeadNorm | None:
     return HeadNorm(weight, attention.q_norm.variance_epsilon)
 
 
-def _stacked(parts: list[tuple[Tensor, Tensor | None]]) -> nn.Linear:
+def stacked(*parts: nn.Linear) -> nn.Linear:
     """One linear layer whose outputs are those of the parts, one after the other. Copies."""
-    weights = [weight for weight, _ in parts]
-    biases = [bias for _, bias in parts if bias is not None]
     bias = None
-    if biases:
-        bias = torch.cat(biases)
-    return _linear_of(torch.cat(weights), bias)
+    if parts[0].bias is not None:
+        bias = torch.cat([part.bias for part in parts])
+    return _linear_of(torch.cat([part.weight for part in parts]), bias)
 
 
-def _linear(linear: nn.Linear) -> nn.Linear:
+def shared(linear: nn.Linear) -> nn.Linear:
     """A linear layer on the same memory, with parameters of its own."""
     return _linear_of(linear.weight, linear.bias)
 
@@ -177,11 +116,12 @@ def _linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def _norm(norm: nn.Module) -> RootMeanSquareNorm:
+def norm_like(norm: nn.Module) -> RootMeanSquareNorm:
+    """The same norm with few operators, and a weight of its own."""
     return RootMeanSquareNorm(norm.weight, norm.variance_epsilon)
 
 
-def _activation(act_fn: nn.Module) -> Callable[[Tensor], Tensor]:
+def activation_of(act_fn: nn.Module) -> Callable[[Tensor], Tensor]:
     """The function itself where it has one, without the call of a module around it."""
     if isinstance(act_fn, nn.SiLU) or type(act_fn).__name__ == "SiLUActivation":
         return functional.silu
@@ -209,10 +149,10 @@ def require_the_same_at_any_length(model: Any) -> None:
         )
 
 
-def decoder_with_equal_logits(model: Any, decoder_class: Callable[[Weights], Any]) -> Any:
+def decoder_with_equal_logits(model: Any, decoder_class: Callable[[Any], Any]) -> Any:
     """A decoder of the weights of `model`."""
     try:
-        decoder = decoder_class(read_weights(model))
+        decoder = decoder_class(model)
         error, allowed = error_of_logits(model, decoder)
     except Exception as error:  # the first thing that is not as in Llama, in the words of Python
         problem = " ".join(str(error).split())[:100]

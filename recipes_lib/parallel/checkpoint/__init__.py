@@ -122,8 +122,6 @@ def save_checkpoint(
         run: facts that a resumed run must share, as JSON takes them: settings, length of the data.
         parts: what else has a `state_dict()`, the same on all ranks: schedule, loss scaling.
         keep: how many checkpoints stay.
-    Raises ValueError on every rank if the folder holds this step or a later one already, if the
-    ranks differ, if something could not be loaded, or if a rank cannot write.
     """
     folder = Path(folder)
     place = _begin(folder, step, model, optimizer, run, parts, keep)
@@ -208,23 +206,17 @@ class PendingSave:
             self._named.set_result(None)
 
     def wait(self) -> None:
-        """Return when all ranks have written and LATEST is replaced. All ranks have to call it.
-
-        Raises ValueError on every rank if one of them could not write.
-        """
+        """Return when all ranks have written and LATEST is replaced. All ranks have to call it."""
         with files_of_all_ranks(group=self.group):
             self._named.result()
 
 
 def latest_checkpoint(folder: Path | str) -> Path | None:
-    """The last whole checkpoint below `folder`, or None. All ranks call it.
-
-    Raises ValueError on every rank if they see others, as on machines that share no folder.
-    """
+    """The last whole checkpoint below `folder`, or None. All ranks call it."""
     with same_error_on_all_ranks():
         place = _latest(Path(folder))
     if not _alone():
-        agree(latest_checkpoint=str(place))
+        agree(latest_checkpoint=str(place))  # machines may share no folder
     return place
 
 
@@ -240,10 +232,6 @@ def load_checkpoint(
 
     All ranks call it; there may be more or fewer than have saved, and sharded in another way.
     Random states come back on as many ranks as have saved; on others dropout draws other numbers.
-
-    Raises ValueError on every rank, before anything is changed, if there is no checkpoint, if a
-    fact of the run, the model, its frozen base, the optimizer or the parts differs, or if ranks do
-    not see the same checkpoint.
     """
     place = latest_checkpoint(folder)
     if place is None:
@@ -301,8 +289,7 @@ def _begin(
 
 # --- what is compared, and what is saved of this rank ---------------------------------------------
 
-# Frozen weights come from the base model again. States are named by parameter, so that ranks with
-# other parameters, as pipeline stages have them, put them together.
+# Frozen weights come from the base model again. States are named by parameter.
 OPTIONS = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
 
 
@@ -312,7 +299,7 @@ def _facts_of_all_ranks(
     optimizer: torch.optim.Optimizer,
     parts: Mapping[str, Any],
 ) -> Facts:
-    """Facts for any number of ranks. Those of the stages of a pipeline are put together."""
+    """Facts that hold on any number of ranks."""
     with same_error_on_all_ranks():
         facts = facts_of(run, model, optimizer, parts)
     facts["optimizer"] = {"class": optimizer_name(_inner(optimizer))}

@@ -27,8 +27,6 @@ def export_safetensors(folder: Path | str, *, model: Any) -> None:
 
     All ranks call it. `model` is sharded, inside of DDP, or plain. The file has the dtypes of its
     weights. The tokenizer is not part of a model: save it into the same folder.
-
-    Raises ValueError on every rank if the folder holds a model already.
     """
     folder = Path(folder)
     if distributed.is_initialized():

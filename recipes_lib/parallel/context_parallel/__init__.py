@@ -143,9 +143,6 @@ def apply_context_parallel(model: Any, *, mesh: Any = None, kind: str = "ring") 
     Args:
         mesh: one dimension, the ranks that share a sequence; by default all ranks.
         kind: "ring", or "ulysses".
-    Raises ValueError on every rank for a model that is no causal LM, is changed already, has a
-    window, a cap or dropout in its attention, or heads that the ranks do not divide (Ulysses), for
-    GPUs in fp32 (ring), and if the ranks disagree.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -209,8 +206,6 @@ def shard_sequence(
         labels: [B, S] as transformers takes them: not shifted, IGNORED where nothing counts.
         tokens: what the sum is divided by, by default the labels of these rows that count; with
             several groups of ranks that have rows of their own, the number of all of them.
-    Raises ValueError on every rank for lengths that the ranks do not divide (twice, for the zig-zag
-    of a ring), for ranks with other shapes, and if no label counts.
     """
     context = context_of(model)
     agree(input_ids=[*input_ids.shape], labels=[*labels.shape])
@@ -254,7 +249,7 @@ def loss_of_all(model: Any, loss: Tensor) -> float:
 
 
 def context_of(model: Any) -> Context:
-    """The context of a model. Raises ValueError if it has none."""
+    """The context of a model that has one."""
     name = without_adapters(model).config._attn_implementation
     if name not in CONTEXTS:
         raise ValueError(

@@ -72,8 +72,6 @@ def apply_data_parallel(
         mesh: a DeviceMesh of one dimension; by default that of all ranks.
         bucket_megabytes: MiB of gradients that are sent at a time. With one bucket for the whole
             model everything is sent after backward.
-    Raises ValueError on every rank if the ranks differ in model or options, and for a model that is
-    no causal LM, is on ranks already, or has an optimizer that steps in backward.
     """
     # First of all, so that no rank waits for one that has raised.
     agree(model=model, bucket_megabytes=bucket_megabytes, mesh=mesh)
@@ -99,8 +97,7 @@ def data_parallel_step(
 ) -> float:
     """`rank_step` of what `apply_data_parallel` returned: ranks average after the last micro-batch.
 
-    Raises ValueError if other parameters train since the model was wrapped: DDP does not average
-    what was thawed later, and adapters that came later.
+    DDP does not average what was thawed later, nor adapters that came later.
     """
     changed = sorted(_trained_names(model.module) ^ model.averaged_names)
     if changed:

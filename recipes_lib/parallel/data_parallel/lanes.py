@@ -38,7 +38,6 @@ class Interval:
     name: str
     start: float
     end: float
-    size: int = 0  # bytes of a bucket
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class LaneRecorder:
         self._model = weakref.proxy(model)  # the wrapper holds the hook, and the hook this
         self._device = next(model.parameters()).device
         self._moments: list[tuple[str, Moment]] | None = None  # None while nothing is recorded
-        self._buckets: list[tuple[str, Moment, int]] = []
+        self._buckets: list[tuple[str, Moment]] = []
         self._arrived: dict[str, Moment] = {}
         model.register_comm_hook(self, _average)
 
@@ -93,7 +92,7 @@ class LaneRecorder:
         handles = list(self._hooks())
         try:
             step()
-            _, last_gradient, _ = self._buckets[-1]
+            _, last_gradient = self._buckets[-1]
             self._moments.append((WAITING, last_gradient))
             return self._lanes(self._now())
         finally:
@@ -142,9 +141,9 @@ class LaneRecorder:
         for (name, start), (_, stop) in zip(self._moments, following):
             compute.append(Interval(name, _seconds(begin, start), _seconds(begin, stop)))
         communication = []
-        for name, start, size in self._buckets:
+        for name, start in self._buckets:
             stop = _seconds(begin, self._arrived[name])
-            communication.append(Interval(name, _seconds(begin, start), stop, size))
+            communication.append(Interval(name, _seconds(begin, start), stop))
         return Lanes(compute, communication)
 
 
@@ -161,7 +160,7 @@ def _average(recorder, bucket):  # type hints as text, which this file has, DDP 
     name = f"bucket {bucket.index()}"
     recording = recorder._moments is not None
     if recording:
-        recorder._buckets.append((name, recorder._now(), gradients.nbytes))
+        recorder._buckets.append((name, recorder._now()))
     gradients /= distributed.get_world_size(group)
     work = distributed.all_reduce(gradients, group=group, async_op=True)
 

@@ -42,7 +42,6 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.ranks import require_group
 from recipes_lib.core.ranks.agreement import agree
@@ -120,10 +119,6 @@ def apply_fully_sharded(
         reshard_after_forward: False keeps all blocks whole until backward, as ZeRO-2 does, and
             sends a third less.
         offload: keep parts, gradients and states in host memory, where the optimizer then works.
-
-    Raises ValueError on every rank if the ranks disagree about arguments, shapes or weights; for a
-    model that is no causal LM, is on ranks already, has weights in 4 bits, or an optimizer that
-    steps in backward; and for fp16.
     """
     switches = (reshard_after_forward, offload, parameter_dtype, reduce_dtype)
     _require_alike(model, mesh=mesh, options=switches)
@@ -169,13 +164,8 @@ def predicted_sent_bytes(model: Any, *, ranks: int, copies: int = 1) -> int:
     A block is gathered in forward and again in backward, everything else once, and gradients are
     scattered. A ring of N ranks sends (N - 1) / N of a tensor for each of these.
 
-    Over copies (HSDP) the parts of the gradients are added up as DDP does.
-
-    Raises ValueError for ranks that `copies` does not divide.
+    Over copies (HSDP), which divide the ranks, the parts of the gradients are added up as DDP does.
     """
-    check_whole(ranks=ranks, copies=copies)
-    if ranks % copies:
-        raise ValueError(f"copies={copies}: give a divisor of the {ranks} ranks")
     shards = ranks // copies
     gathered = part_bytes(model.parameters(), shards)
     gathered += part_bytes(decoder_blocks(model).parameters(), shards)  # once more, in backward

@@ -11,12 +11,12 @@ Parts of the weights, gradients after they are summed, AdamW states, the loss an
     row = measured_strategy(model, "hybrid", batch)         with a new model each
     row.weights, row.gradients, row.states                  bytes that this rank keeps
     row.weights_between                                     the same between forward and backward
-    row.sent, row.sent_in_forward                           bytes that this rank sends
+    row.sent                                                bytes that this rank sends
 
 Courses often show such a table without numbers. Two of its usual lines do not hold:
 
     "hybrid keeps a full copy on each GPU"   A copy is spread over a group of ranks, such as those
-                                             of a machine. A forward still gathers, inside of it.
+                                             of a machine.
     "gradients and states: parameters are    With `fully_shard` they are parts at rest, and whole
     replicated"                              from forward to backward. DDP's are always whole.
 """
@@ -120,7 +120,6 @@ class StrategyBytes:
     states: int
     weights_between: int
     sent: int
-    sent_in_forward: int
 
 
 def measured_strategy(model: Any, strategy: str, batch: Batch) -> StrategyBytes:
@@ -138,15 +137,12 @@ def measured_strategy(model: Any, strategy: str, batch: Batch) -> StrategyBytes:
         loss.backward()
     optimizer.step()
     held = rank_bytes(model, optimizer)
-    with torch.no_grad(), count_traffic() as in_forward:
-        sum_of_losses(model, batch)
     return StrategyBytes(
         weights=held.parameters,
         gradients=held.gradients,
         states=held.states,
         weights_between=between.parameters + between.gathered,
         sent=traffic.sent,
-        sent_in_forward=in_forward.sent,
     )
 
 

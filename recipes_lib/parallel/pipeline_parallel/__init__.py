@@ -43,7 +43,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
@@ -52,7 +52,7 @@ from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import exchange
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import one_axis
-from recipes_lib.parallel._kept_bytes import Kept, kept_whole
+from recipes_lib.parallel._kept_bytes import STATES, Kept
 from recipes_lib.parallel.pipeline_parallel.clock import (
     BACKWARD,
     FORWARD,
@@ -135,8 +135,6 @@ def apply_pipeline_parallel(
         schedule: one of SCHEDULES.
         micro_batches: into how many the batch of a step is cut.
         stages_per_rank: by default 2 for "interleaved"; the other schedules have 1.
-    Raises ValueError on every rank for a model of another family than FAMILIES, for one that is in
-    a pipeline already, for numbers that the schedule cannot work with, and if the ranks disagree.
     """
     # A rank that raises alone would leave the others waiting.
     numbers = {"micro_batches": micro_batches, "stages_per_rank": stages_per_rank}
@@ -243,8 +241,6 @@ class Pipeline:
             tokens: what the sum is divided by, by default the labels of this batch that count; with
                 several pipelines side by side, the number of all of them.
             record: keep begin and end of each action for `recorded`.
-        Raises ValueError, on every rank, for a batch that does not divide into micro-batches, for
-        ranks with other shapes, and if no label counts.
         """
         # A rank that differs would wait for messages that nobody sends.
         agree(input_ids=[*input_ids.shape], labels=[*labels.shape], tokens=tokens, record=record)
@@ -315,9 +311,8 @@ class Pipeline:
         """Clip the gradients of all stages to one norm. Returns the norm that they had together.
 
         `clip_grad_norm_` on one rank would see one stage. All ranks of the pipeline have to call
-        it. Raises ValueError for a norm of 0 or less.
+        it.
         """
-        check_number(above=0, max_norm=max_norm)
         counted = list(self.parameters())
         if self._tied and self.rank > 0:
             # Rank 0 has the same gradient and counts it.
@@ -365,7 +360,6 @@ def predicted_bubble(*, ranks: int, micro_batches: int, stages_per_rank: int = 1
 
     GPipe and 1F1B have the same bubble. Sending takes no time here.
     """
-    check_whole(ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
     return (ranks - 1) / (stages_per_rank * micro_batches + ranks - 1)
 
 
@@ -391,32 +385,26 @@ def predicted_sent_bytes(model: Any, *, rows: int, tokens: int, ranks: int, rank
 
 def predicted_rank_bytes(model: Any, *, ranks: int, rank: int) -> Kept:
     """The rank's blocks, and an end of the model on the first and on the last one."""
-    whole = kept_whole(model)
-    share_of_trained = _own_share(model, ranks, rank, trained_only=True)
-    return Kept(
-        round(whole.weights * _own_share(model, ranks, rank, trained_only=False)),
-        round(whole.gradients * share_of_trained),
-        round(whole.states * share_of_trained),
-    )
+    gradients = _own_bytes(model, ranks, rank, trained_only=True)
+    weights = _own_bytes(model, ranks, rank, trained_only=False)
+    return Kept(weights, gradients, STATES * gradients)
 
 
-def _own_share(model: Any, ranks: int, rank: int, *, trained_only: bool) -> float:
-    """The part of the model's bytes that one rank holds; a tied weight is held by two ranks."""
+def _own_bytes(model: Any, ranks: int, rank: int, *, trained_only: bool) -> int:
+    """The bytes of the model that one rank holds; a tied weight is held by two ranks."""
     causal = without_adapters(model)
     blocks = _bytes_of(decoder_blocks(model), trained_only)
     first = _bytes_of(causal.get_input_embeddings(), trained_only)
-    last = _bytes_of(causal.get_output_embeddings(), trained_only)
-    whole = _bytes_of(model, trained_only)
-    own = blocks / ranks
+    own = blocks // ranks
     if rank == 0:
         own += first
     if rank == ranks - 1:
         # All that is neither a block nor the embedding: the norm, and an untied output layer.
-        own += whole - blocks - first
+        own += _bytes_of(model, trained_only) - blocks - first
         tied = causal.get_input_embeddings().weight is causal.get_output_embeddings().weight
         if tied and ranks > 1:
-            own += last
-    return own / max(whole, 1)
+            own += first
+    return own
 
 
 def _bytes_of(module: nn.Module, trained_only: bool) -> int:

@@ -102,10 +102,6 @@ def apply_quantized_shards(
         offload: keep all parts in host memory.
         cut_vocabulary: gather a frozen embedding and output layer a few rows at a time, and never
             as a whole, which would take twice their size.
-
-    Raises ValueError on every rank if the ranks disagree; for a model that is no causal LM, has no
-    4-bit layers, is on ranks already, or has an optimizer that steps in backward; for layers that
-    `layer.packed` refuses; and for fp16.
     """
     require_group()
     # First of all, so that no rank waits for one that has raised.

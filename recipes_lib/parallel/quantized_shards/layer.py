@@ -103,10 +103,6 @@ class PackedLinear(nn.Module):
         )
         return functional.dequantize_4bit(codes.view(-1, 1), state)
 
-    def extra_repr(self) -> str:
-        """What `print(model)` shows."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, NF4"
-
 
 class _Product(torch.autograd.Function):
     """The product, which keeps codes and scales for backward, and not W."""
@@ -130,11 +126,7 @@ class _Product(torch.autograd.Function):
 
 
 def pack_layers(model: Any) -> Any:
-    """Make parameters of the codes and scales of all 4-bit layers, in place. Returns `model`.
-
-    Raises ValueError, before anything changes, for a layer that cannot be packed, and if there is
-    none in 4 bits.
-    """
+    """Make parameters of the codes and scales of all 4-bit layers, in place. Returns `model`."""
     layers = {}
     already = False
     for name, module in model.named_modules():
@@ -152,11 +144,7 @@ def pack_layers(model: Any) -> Any:
 
 
 def packed(name: str, layer: Any) -> PackedLinear:
-    """The codes and scales of bitsandbytes' `Linear4bit` as a `PackedLinear`, without a copy.
-
-    Raises ValueError for a layer that is not in NF4 with double quantization, and for rows that
-    blocks of scales do not divide.
-    """
+    """The codes and scales of bitsandbytes' `Linear4bit` as a `PackedLinear`, without a copy."""
     state = getattr(layer.weight, "quant_state", None)
     if state is None or state.quant_type != "nf4" or not state.nested:
         raise ValueError(

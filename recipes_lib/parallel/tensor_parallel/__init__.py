@@ -97,10 +97,7 @@ def apply_tensor_parallel(model: Any, *, mesh: DeviceMesh | None = None) -> Any:
 
     Args:
         mesh: of one dimension, such as `mesh_of(data=2, tensor=4)["tensor"]`; by default all ranks.
-    Raises ValueError for a model without the plain layers of Llama, or that is cut already, and
-    where the ranks do not divide heads, heads of keys or feed-forward width. A vocabulary that they
-    do not divide leaves the last rank fewer tokens. The first forward raises one if the ranks got
-    different rows.
+            A vocabulary that they do not divide leaves the last rank fewer tokens.
     """
     mesh = one_axis(mesh, such_as="tensor")
     if mesh.size() == world_size():
@@ -197,8 +194,7 @@ def _check_rows_once(model: Any, mesh: DeviceMesh) -> None:
 
 def require_layers(model: Any) -> None:
     """Raise ValueError unless the plan's layers are there, as plain ones that are whole."""
-    embedding = model.get_input_embeddings()
-    layers = [embedding, model.get_output_embeddings()]
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     for block in decoder_blocks(model):
         for name in BY_OUTPUT + BY_INPUT:
             try:
@@ -210,10 +206,9 @@ def require_layers(model: Any) -> None:
                     f"transformers' tp_plan='auto'"
                 ) from None
     for layer in layers:
-        plain = isinstance(layer, nn.Linear | nn.Embedding) and not list(layer.children())
-        if layer is embedding and not hasattr(embedding, "embed_scale"):  # as Gemma's has
-            plain = type(embedding).forward is nn.Embedding.forward  # CutTable has its own
-        if not plain or not layer.weight.is_floating_point() or isinstance(layer.weight, DTensor):
+        # Gemma's embedding has a class of its own, which multiplies by a scale.
+        plain = type(layer) in (nn.Linear, nn.Embedding) or hasattr(layer, "embed_scale")
+        if not plain or isinstance(layer.weight, DTensor):
             raise ValueError(
                 f"there is a {type(layer).__name__}: only plain layers can be cut, without "
                 f"adapters, not quantized, and not cut or sharded already"

@@ -45,8 +45,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.checks import check_choice, check_whole
-from recipes_lib.core.model.bytes_of_tensors import parts_needed, tensor_bytes, trainable_bytes
+from recipes_lib.core.checks import check_choice
+from recipes_lib.core.model.bytes_of_tensors import tensor_bytes, trainable_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
@@ -95,8 +95,6 @@ def apply_zero(
         stage: 1 splits the states, 2 the gradients too, 3 the weights too.
         mesh: a DeviceMesh of one dimension; by default that of all ranks.
         optimizer_options: of the optimizer, such as lr.
-    Raises ValueError on every rank if the ranks differ in model, stage or options, and for a model
-    that is no causal LM, is on ranks already, or has an optimizer that steps in backward.
     """
     # First of all, so that no rank waits for one that has raised.
     agree(model=model, stage=stage, optimizer=optimizer_class, options=optimizer_options, mesh=mesh)
@@ -107,9 +105,11 @@ def apply_zero(
 
     if stage == 1:  # DDP averages all gradients, and each rank steps the parameters that it owns
         wrapper = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = ZeroRedundancyOptimizer(
-            trained, optimizer_class=optimizer_class, process_group=group, **optimizer_options
+            trained(model),
+            optimizer_class=optimizer_class,
+            process_group=group,
+            **optimizer_options,
         )
         return wrapper, optimizer
 
@@ -120,8 +120,7 @@ def apply_zero(
     shard_ends(model, **options)
     fully_shard(model, mesh=mesh)
     # After sharding: these are the parts, and the states will be as large as they are.
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, optimizer_class(trained, **optimizer_options)
+    return model, optimizer_class(trained(model), **optimizer_options)
 
 
 def _start_alike(model: Any, group: distributed.ProcessGroup) -> None:
@@ -139,21 +138,18 @@ def _start_alike(model: Any, group: distributed.ProcessGroup) -> None:
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def predicted_rank_bytes(model: Any, *, stage: int, ranks: int, rank: int = 0) -> Kept:
-    """What `rank` keeps with AdamW; `model` is the plain one.
+def predicted_rank_bytes(model: Any, *, stage: int, ranks: int) -> Kept:
+    """What the first rank keeps with AdamW, and no rank more; `model` is the plain one.
 
     Parts are those that PyTorch makes: whole parameters in stage 1, rows of each parameter in
-    stages 2 and 3, which differ only while a step computes. So they need not be equal.
+    stages 2 and 3, which differ only while a step computes.
     """
-    check_choice(STAGES, stage=stage)
-    check_whole(ranks=ranks)
-    if stage == 1:
-        owners = owners_of([parameter.numel() for parameter in trained(model)], ranks=ranks)
-        own = [each for each, owner in zip(trained(model), owners) if owner == rank]
-        return kept_whole(model)._replace(states=STATES * sum(map(tensor_bytes, own)))
-    gradients = sum(_own_rows(parameter, ranks, rank) for parameter in trained(model))
-    weights = sum(_own_rows(parameter, ranks, rank) for parameter in model.parameters())
-    return Kept(weights, gradients, STATES * gradients)
+    if stage > 1:
+        gradients = part_bytes(trained(model), ranks)
+        return Kept(part_bytes(model.parameters(), ranks), gradients, STATES * gradients)
+    owners = owners_of([parameter.numel() for parameter in trained(model)], ranks=ranks)
+    own = [each for each, owner in zip(trained(model), owners) if owner == 0]
+    return kept_whole(model)._replace(states=STATES * sum(map(tensor_bytes, own)))
 
 
 def owners_of(sizes: Sequence[int], *, ranks: int) -> list[int]:
@@ -170,14 +166,6 @@ def owners_of(sizes: Sequence[int], *, ranks: int) -> list[int]:
     return owners
 
 
-def _own_rows(parameter: torch.Tensor, ranks: int, rank: int) -> int:
-    """Bytes of the rows of a parameter that `fully_shard` gives to `rank`."""
-    rows = parameter.shape[0]
-    of_each = parts_needed(rows, ranks)
-    own = min(of_each, max(0, rows - rank * of_each))
-    return own * tensor_bytes(parameter) // rows
-
-
 def predicted_sent_bytes(model: Any, *, stage: int, ranks: int) -> float:
     """Bytes that one rank sends per step; `model` is the plain one.
 
@@ -191,8 +179,6 @@ def predicted_sent_bytes(model: Any, *, stage: int, ranks: int) -> float:
     In stage 3 the embedding and the output layer are gathered once: the gradient of the first needs
     no weights, and the second stays.
     """
-    check_choice(STAGES, stage=stage)
-    check_whole(ranks=ranks)
     if stage == 1:
         return (ranks - 1) / ranks * 3 * trainable_bytes(model)
     part = part_bytes(model.parameters(), ranks) + part_bytes(trained(model), ranks)
