@@ -16,9 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/03_optimizing_inference_speed.ipynb)
 #
 # <!-- numbers:headline-03 -->
-# > **18 → 65 tokens per second:** SmolLM2-135M writes 3.69× (3.58–3.94) as fast with int8 dynamic as with generate, fp32, perplexity 9.9 → 9.9, the same likeliest token at 91% of the places. Reading its weights alone allows 183 on this machine.
+# > **18 → 45 tokens per second:** SmolLM2-135M writes 2.47× (2.38–2.59) as fast with int8 dynamic as with generate, fp32, perplexity 9.9 → 9.9, the same likeliest token at 91% of the places. Reading its weights alone allows 73 on this machine.
 # >
-# > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23.
+# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
 # A model is trained once and used many times. The usual way to use it is `model.generate`, and it leaves much of the machine unused. This notebook starts with `model.generate` on a real model and makes this model several times as fast, step by step. At each step that changes the answers it measures by how much.

@@ -16,9 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/06_training_for_edge_devices.ipynb)
 #
 # <!-- numbers:headline-06 -->
-# > **1.37 → 0.43 MB and 0.18 → 0.038 ms:** a classifier of handwritten digits in ExecuTorch, the teacher and the student that is pruned and in 8 bits. The teacher reads 97.8% of the test images, and the student 97.5%. PyTorch takes 2.45 ms for the teacher on the same core. The arithmetic counts weights and scales, and files are up to 48% larger: the graph is the rest, which weighs most in the smallest file. An x86 core has run all of this, and no device.
+# > **1.37 → 0.43 MB and 0.17 → 0.037 ms:** a classifier of handwritten digits in ExecuTorch, the teacher and the student that is pruned and in 8 bits. The teacher reads 97.8% of the test images, and the student 97.5%. PyTorch takes 2.37 ms for the teacher on the same core. The arithmetic counts weights and scales, and files are up to 48% larger: the graph is the rest, which weighs most in the smallest file. An x86 core has run all of this, and no device.
 # >
-# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-25.
+# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
 # A phone, a board or a browser has little memory, little time and no Python. A model gets there along a chain. A *teacher* teaches a *student* that has less to compute. Parts that do little are removed. The rest learns to live with few bits. At the end an *export* writes one file, which a small C++ program runs. Part A of this notebook walks the whole chain with a classifier of images. Part B takes a language model along the links that it needs. After every link it measures how good the model is, how large its file is, and how fast it answers. And it runs the files on this machine in ExecuTorch, a *runtime* for apps on phones. A runtime is the program that reads an exported file and computes its answers.

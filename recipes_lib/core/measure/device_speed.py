@@ -32,6 +32,7 @@ SQUARE_ON_GPU = 8192
 
 BYTES_ON_CPU = 256 * 2**20  # more than all caches
 BYTES_ON_GPU = 2 * 2**30
+VECTOR = 8192  # numbers in a row of the matrix
 
 
 def measure_matrix_rates() -> dict[torch.dtype, float]:
@@ -61,14 +62,17 @@ def _matrix_rate(dtype: torch.dtype) -> float:
 def measure_read_bandwidth() -> float:
     """Bytes per second of the fastest of several readings of one large fp32 tensor.
 
-    Two operators read each element once and keep nothing: the sum and the largest number. Which of
-    them is faster depends on the processor.
+    Three operators read each element once and keep next to nothing: the sum, the largest number and
+    a product with a vector. Which of them is the fastest depends on the processor.
     """
     device = machine().device
     size = BYTES_ON_GPU if device == "cuda" else BYTES_ON_CPU
     # Written once: pages that nobody has written share one page of zeros, which stays in the cache.
     numbers = torch.ones(size // 4, device=device)
-    return numbers.nbytes / min(_fastest(numbers.sum), _fastest(numbers.amax))
+    matrix = numbers.view(-1, VECTOR)
+    vector = torch.ones(VECTOR, device=device)
+    readings = (numbers.sum, numbers.amax, lambda: matrix @ vector)
+    return numbers.nbytes / min(_fastest(reading) for reading in readings)
 
 
 def _fastest(call: Callable[[], Any]) -> float:
