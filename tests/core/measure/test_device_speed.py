@@ -27,6 +27,7 @@ def test_operations_and_bytes_over_the_seconds_of_the_fastest_try(monkeypatch):
     tries = itertools.cycle([4.0, 2.0, 8.0])
     monkeypatch.setattr(device_speed, "SQUARE_ON_CPU", 32)
     monkeypatch.setattr(device_speed, "BYTES_ON_CPU", 4096)
+    monkeypatch.setattr(device_speed, "VECTOR", 32)
     monkeypatch.setattr(device_speed, "SECONDS", 0.0)
     monkeypatch.setattr(device_speed, "timed", lambda call: (next(tries), call()))
     assert device_speed._matrix_rate(torch.float32) == 2 * 32**3 / 2.0
