@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.architecture.rope import KINDS, apply_rope_scaling, position_losses
+from recipes_lib.architecture.rope import KINDS, apply_rope_scaling
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.core.data import load_text
 from recipes_lib.core.measure.machine import machine
@@ -35,6 +35,21 @@ def stretched(*, seq_len: int, window: int, texts: int) -> Iterator[dict[str, An
         curves[kind] = [statistics.fmean(values) for values in zip(*of_each[kind])]
         asked = {"window": window, "tokens": seq_len, "texts": texts, "factor": 2}
         yield {"curves": curves, "losses": of_each} | asked
+
+
+@torch.no_grad()
+def position_losses(model: Any, row: torch.Tensor, *, window: int) -> list[float]:
+    """Mean loss of every `window` tokens along one text, row [1, S]: where does it get lost?
+
+    The logits are made window by window; 10,000 tokens of them would take gigabytes.
+    """
+    hidden = model.base_model(row, use_cache=False).last_hidden_state[0, :-1]  # [S - 1, D]
+    targets = row[0, 1:]  # [S - 1]: the last token has nothing to predict
+    losses = []
+    for hidden_part, target_part in zip(hidden.split(window), targets.split(window)):
+        logits = model.lm_head(hidden_part).float()  # [window, V]
+        losses.append(torch.nn.functional.cross_entropy(logits, target_part).item())
+    return losses
 
 
 def _long_rows(seq_len: int, texts: int) -> torch.Tensor:

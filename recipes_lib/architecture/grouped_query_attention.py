@@ -32,7 +32,6 @@ D hidden.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -80,15 +79,17 @@ def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
     attentions = _attentions(causal)
     for name, attention in attentions.items():
         _check_heads(name, attention, heads)
-    twin = _twin(causal, kv_heads)
     for attention in attentions.values():
         for projection in PROJECTIONS:
             whole = getattr(attention, projection)
             setattr(attention, projection, _pooled(whole, heads=heads, groups=kv_heads))
-    for name, attention in (attentions | _readers(causal)).items():
-        _take_numbers(attention, twin.get_submodule(name))
+    # All attention, also that which reads keys of another block (Gemma 3n).
+    for module in decoder_blocks(causal).modules():
+        if hasattr(module, "num_key_value_groups"):
+            module.num_key_value_groups *= heads // kv_heads
+        if hasattr(module, "num_key_value_heads"):
+            module.num_key_value_heads = kv_heads
     config.num_key_value_heads = kv_heads
-    _require_same_shapes(causal, twin)
     return model
 
 
@@ -121,16 +122,8 @@ def _attentions(causal: Any) -> dict[str, nn.Module]:
         has_both = all(hasattr(module, projection) for projection in PROJECTIONS)
         if id(module) in inside and has_both:
             found[name] = module
-    return found
-
-
-def _readers(causal: Any) -> dict[str, nn.Module]:
-    """All attention by name, also that which reads keys of another block (Gemma 3n)."""
-    blocks = set(decoder_blocks(causal).modules())
-    found = {}
-    for name, module in causal.named_modules():
-        if module in blocks and hasattr(module, "num_key_value_groups"):
-            found[name] = module
+    if not found:
+        raise ValueError("no attention has a k_proj and a v_proj, whose heads could be pooled")
     return found
 
 
@@ -143,32 +136,6 @@ def _check_heads(name: str, attention: nn.Module, heads: int) -> None:
             f"{name} has {features / head_dim:g} heads of keys, and the configuration {heads}: a "
             f"model whose blocks have different numbers of heads cannot be pooled"
         )
-
-
-def _twin(causal: Any, kv_heads: int) -> nn.Module:
-    config = copy.deepcopy(causal.config)
-    config.get_text_config().num_key_value_heads = kv_heads
-    with torch.device("meta"):
-        return type(causal)(config)
-
-
-def _require_same_shapes(causal: Any, twin: nn.Module) -> None:
-    """A norm with a weight for each head of keys (StableLM, Cohere): no file would load again."""
-    ours = {name: parameter.shape for name, parameter in causal.named_parameters()}
-    expected = {name: parameter.shape for name, parameter in twin.named_parameters()}
-    wrong = [name for name in {**ours, **expected} if ours.get(name) != expected.get(name)]
-    if wrong:
-        raise ValueError(
-            f"{wrong[0]} depends on the number of heads, too, or is not in a model of its "
-            f"configuration"
-        )
-
-
-def _take_numbers(attention: nn.Module, twin: nn.Module) -> None:
-    """Give `attention` the numbers of its twin: `num_key_value_groups`, `num_key_value_heads` …"""
-    for name, value in vars(twin).items():
-        if isinstance(value, int) and name in vars(attention) and name != "training":
-            setattr(attention, name, value)
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

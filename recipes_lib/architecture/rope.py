@@ -30,22 +30,14 @@ Shapes: B batch, H heads, S sequence, E head dimension.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_choice, check_number
 from recipes_lib.core.model.causal_lm import longest_text, require_causal_lm, without_adapters
-from recipes_lib.core.model.output_layer import (
-    makes_plain_logits,
-    output_layer_of,
-    require_shifted_loss,
-    run_to_the_output_layer,
-)
 from recipes_lib.core.model.probe import proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -172,34 +164,6 @@ def _pair_with(turns: int, head_dim: int, base: float, trained: int) -> float:
     """
     per_turn = head_dim / (2 * math.log(base))
     return per_turn * math.log(trained / (turns * 2 * math.pi))
-
-
-@torch.no_grad()
-def position_losses(model: Any, row: Tensor, *, window: int) -> list[float]:
-    """Mean loss of every `window` tokens along one text, row [1, S]: where does the model get lost?
-
-    The logits are made window by window; 10,000 tokens of them would take gigabytes.
-    """
-    require_causal_lm(model)
-    causal = without_adapters(model)
-    require_shifted_loss(causal)
-    run = functools.partial(causal, input_ids=row, use_cache=False)
-    output, hidden = run_to_the_output_layer(causal, run)
-    layer = output_layer_of(causal)
-    if not makes_plain_logits(output, hidden, layer):
-        raise ValueError(
-            f"{type(causal).__name__} does more with its logits than its output layer, and the "
-            f"factor and cap of its configuration: take the loss of model(labels=…)"
-        )
-    hidden = hidden[0, :-1]  # [S - 1, D]: the last token has nothing to predict
-    targets = row[0, 1:]  # [S - 1]
-    losses = []
-    for hidden_part, target_part in zip(hidden.split(window), targets.split(window)):
-        logits = F.linear(hidden_part, layer.weight, layer.bias).float()  # [window, V]
-        if layer.softcap:
-            logits = layer.softcap * torch.tanh(logits / layer.softcap)
-        losses.append(F.cross_entropy(logits, target_part).item())
-    return losses
 
 
 def check_length(model: Any, seq_len: int) -> int:

@@ -92,15 +92,9 @@ class SwiGLU(nn.Module):
 def matched_width(hidden: int, width: int, *, bias: bool = False) -> int:
     """F of the SwiGLU that has as many weights as an MLP of this width, or nearly: 2/3 of it."""
     wanted = predicted_parameters(hidden, width, gated=False, bias=bias)
-
-    def distance(candidate: int) -> int:
-        got = predicted_parameters(hidden, candidate, gated=True, bias=bias)
-        return abs(got - wanted)
-
-    below = max(2 * width // 3, 1)
-    # With biases the best F may be one less than two thirds.
-    candidates = [below - 1, below, below + 1]
-    return min([each for each in candidates if each > 0], key=distance)
+    beside = hidden if bias else 0  # the bias at the end, of any F
+    of_one_feature = predicted_parameters(hidden, 1, gated=True, bias=bias) - beside
+    return max(1, round((wanted - beside) / of_one_feature))
 
 
 @torch.no_grad()

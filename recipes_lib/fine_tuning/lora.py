@@ -22,9 +22,8 @@ Shapes: r rank, B batch, S sequence.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,16 +104,9 @@ def apply_lora(
         task_type="CAUSAL_LM",
         **peft_options,
     )
-    with without_peft_warnings():
-        return get_peft_model(model, config)
-
-
-@contextlib.contextmanager
-def without_peft_warnings() -> Iterator[None]:
-    """Without the warnings about what peft itself calls by an old name of transformers."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
+        warnings.simplefilter("ignore", FutureWarning)  # about peft itself
+        return get_peft_model(model, config)
 
 
 def merge_lora(model: Any) -> Any:

@@ -45,6 +45,7 @@ from recipes_lib.core.model.caches_of_checkpointed_blocks import (
     without_caches,
 )
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.checkpoint_state import random_states, set_random_states
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
@@ -148,7 +149,7 @@ class OnceMore:
 
     def __call__(self, hidden: torch.Tensor) -> Any:
         self._device = hidden.device.type
-        self._random_state = _random_state(self._device)
+        self._random_states = random_states()
         self._autocast = {
             "enabled": torch.is_autocast_enabled(self._device),
             "dtype": torch.get_autocast_dtype(self._device),
@@ -156,14 +157,13 @@ class OnceMore:
         return self._forward(hidden, *self._others, **self._kwargs)
 
     def again(self, hidden: torch.Tensor) -> Any:
-        devices = [torch.cuda.current_device()] if self._device == "cuda" else []
-        with (
-            torch.random.fork_rng(devices),
-            torch.enable_grad(),
-            torch.autocast(self._device, **self._autocast),
-        ):
-            _set_random_state(self._random_state)
-            return self._forward(hidden, *self._others, **self._kwargs)
+        before = random_states()
+        set_random_states(self._random_states)
+        try:
+            with torch.enable_grad(), torch.autocast(self._device, **self._autocast):
+                return self._forward(hidden, *self._others, **self._kwargs)
+        finally:
+            set_random_states(before)
 
 
 class BlockOnceMore(torch.autograd.Function):
@@ -190,18 +190,6 @@ class BlockOnceMore(torch.autograd.Function):
         if not hidden.requires_grad:
             found = (None, *found)
         return None, *found
-
-
-def _random_state(device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    on_gpu = torch.cuda.get_rng_state() if device == "cuda" else None
-    return torch.get_rng_state(), on_gpu
-
-
-def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    on_cpu, on_gpu = state
-    torch.set_rng_state(on_cpu)
-    if on_gpu is not None:
-        torch.cuda.set_rng_state(on_gpu)
 
 
 class Place:

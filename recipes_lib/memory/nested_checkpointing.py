@@ -185,14 +185,7 @@ def best_group(layers: int) -> int:
     """The group with the fewest block inputs alive at a time; of several the cheapest."""
 
     def most_inputs(group: int) -> int:
-        return max(_inputs_alive(index, group) for index in range(layers))
+        return layers // group + group - 1  # of whole groups, and of the blocks inside of one
 
     # Of equal groups `min` takes the first, which is the smallest and recomputes the least.
     return min(range(1, layers + 1), key=most_inputs)
-
-
-def _inputs_alive(index: int, group: int) -> int:
-    """Block inputs alive while backward is in block `index`."""
-    of_groups = index // group + 1  # up to its own: backward has freed those of later groups
-    in_its_group = index % group  # from the group's second block up to this one
-    return of_groups + in_its_group

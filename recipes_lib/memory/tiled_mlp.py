@@ -84,7 +84,8 @@ def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = F
             the 6 t F elements are twice the MLP's own weights, but at least 1024.
     """
     require_causal_lm(model)
-    tile_size = _tile_size(model, tile_size)
+    if tile_size is None:
+        tile_size = max(model.config.hidden_size, LEAST_TILE)
     for module in _token_wise_modules(model, norms):
         mix_in(module, Tiled, tile_size=tile_size)
     return model
@@ -150,12 +151,6 @@ class _ManyTiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return torch.empty_like(gradient, dtype=ctx.dtype), None
-
-
-def _tile_size(model: Any, tile_size: int | None) -> int:
-    if tile_size is None:
-        return max(model.config.hidden_size, LEAST_TILE)
-    return tile_size
 
 
 def _token_wise_modules(model: Any, norms: bool) -> list[nn.Module]:

@@ -1,21 +1,15 @@
 """What the AdamWs with numbers in bf16 share: a step in chunks, random bits, exact resuming.
 
-A subclass of `ChunkedAdamW` says which states a parameter has, and how a chunk of it is updated:
-
     parameter, exp_avg, exp_avg_sq   ->   flat, in chunks   ->   fp32, AdamW, rounded, written back
 
-Stochastic rounding. An optimizer that stores numbers in bf16 changes them by less than the spacing
-of bf16. Rounded to nearest such a change disappears, in every step. Rounded stochastically it
-happens sometimes:
-
-    a weight of 1 has the neighbours 0.9961 and 1.0078, and the step asks for 0.9999
-
-    to nearest       1, every time
-    stochastically   0.9961 in 1 of 39 steps, else 1: 0.9999 on average
+An optimizer that stores numbers in bf16 changes them by less than the spacing of bf16. Rounded to
+nearest such a change disappears, in every step. Rounded stochastically it happens sometimes, and is
+right on average (`pure_bf16` has the numbers).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -86,19 +80,8 @@ class ChunkedAdamW(torch.optim.Optimizer):
         """The states of a parameter before its first step: `averages`, and a master if there is."""
         raise NotImplementedError
 
-    def randomness(self, device: torch.device, seed: int) -> Any:
-        """What all chunks of one step share on one device, made anew from the step's seed."""
-        raise NotImplementedError
-
-    def update_chunk(
-        self,
-        parts: list[torch.Tensor],
-        gradient: torch.Tensor,
-        step: int,
-        group: dict[str, Any],
-        randomness: Any,
-    ) -> None:
-        """Update a chunk [n] of weight, exp_avg and exp_avg_sq in place."""
+    def stochastic(self, group: dict[str, Any]) -> list[bool]:
+        """Which of weight, exp_avg and exp_avg_sq are rounded stochastically in each step."""
         raise NotImplementedError
 
     # What all have in common.
@@ -117,18 +100,18 @@ class ChunkedAdamW(torch.optim.Optimizer):
                 loss = closure()
         # Every step has a seed of its own, so a checkpoint can resume on other devices.
         seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
-        shared: dict[torch.device, Any] = {}
+        drawn: dict[torch.device, _Bits] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 device = parameter.device
-                if device not in shared:
-                    shared[device] = self.randomness(device, seed)
-                self._update(parameter, group, shared[device])
+                if device not in drawn:
+                    drawn[device] = _Bits(self._largest_chunk(device), device, seed)
+                self._update(parameter, group, drawn[device])
         return loss
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any], randomness: Any) -> None:
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], bits: _Bits) -> None:
         state = self.state[parameter]
         if not state:
             state.update(self.first_state(parameter, group))
@@ -146,9 +129,32 @@ class ChunkedAdamW(torch.optim.Optimizer):
         for start in starts:
             chunk = slice(start, start + size)
             parts = [tensor[chunk] for tensor in stored]
-            self.update_chunk(parts, gradient[chunk], state["step"], group, randomness)
+            self._update_chunk(parts, gradient[chunk], state["step"], group, bits)
         if weight is not parameter:
             parameter.copy_(weight)
+
+    def _update_chunk(
+        self,
+        parts: list[torch.Tensor],
+        gradient: torch.Tensor,
+        step: int,
+        group: dict[str, Any],
+        bits: _Bits,
+    ) -> None:
+        """Update a chunk [n] of weight, exp_avg and exp_avg_sq in place."""
+        values = [part.float() for part in parts]  # what is fp32 is updated where it is
+        fused_adamw(values, gradient, step, group)
+        for part, value, stochastic in zip(parts, values, self.stochastic(group)):
+            if stochastic:
+                stochastic_round_(value, bits.some(len(value)))
+            if value is not part:
+                part.copy_(value)  # to the nearest: what is rounded already stays
+
+    def _largest_chunk(self, device: torch.device) -> int:
+        elements = 0
+        for group in self.param_groups:
+            elements += sum(p.numel() for p in group["params"] if p.device == device)
+        return min(elements, self.chunk(device))
 
     @classmethod
     def chunk(cls, device: torch.device) -> int:
@@ -176,6 +182,29 @@ class ChunkedAdamW(torch.optim.Optimizer):
                     if torch.is_tensor(value):
                         self.state[parameter][name] = value.to(parameter.device, copy=True)
         self._seeds.set_state(state_dict["seeds"].cpu())
+
+
+class _Bits:
+    """The random bits of one step on one device.
+
+    Drawing random numbers costs more than the update, so a step draws them once. Every tensor of
+    every chunk reads them from a place that is drawn, too. So each element gets an evenly drawn
+    number in each step, which does not depend on those of the steps before: its rounding has no
+    bias. Two elements of one step may get the same number. That changes no mean.
+    """
+
+    def __init__(self, size: int, device: torch.device, seed: int) -> None:
+        self._size = size
+        self._places = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    @functools.cached_property
+    def _bits(self) -> torch.Tensor:
+        return random_bits(2 * self._size, generator=self._generator)
+
+    def some(self, count: int) -> torch.Tensor:
+        place = int(torch.randint(self._size, (), generator=self._places))
+        return self._bits[place : place + count]
 
 
 def averages(parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:

@@ -40,13 +40,7 @@ import torch
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.trainable import parameters_to_train
-from recipes_lib.precision._adam import (
-    ChunkedAdamW,
-    averages,
-    fused_adamw,
-    random_bits,
-    stochastic_round_,
-)
+from recipes_lib.precision._adam import ChunkedAdamW, averages
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -100,9 +94,6 @@ class BF16AdamW(ChunkedAdamW):
     """
 
     cpu_chunk = 2**17
-    # By how many elements the random bits of one tensor are shifted against those of the next. A
-    # multiple of 8 keeps them aligned in memory.
-    spare = 8
 
     def check_group(self, group: dict[str, Any]) -> None:
         check_choice(["stochastic", "nearest", "master"], rounding=group["rounding"])
@@ -118,26 +109,5 @@ class BF16AdamW(ChunkedAdamW):
             return averages(parameter, torch.bfloat16)
         return averages(parameter, torch.float32) | {"master": parameter.float().contiguous()}
 
-    def randomness(self, device: torch.device, seed: int) -> torch.Generator:
-        return torch.Generator(device).manual_seed(seed)
-
-    def update_chunk(
-        self,
-        parts: list[torch.Tensor],
-        gradient: torch.Tensor,
-        step: int,
-        group: dict[str, Any],
-        randomness: torch.Generator,
-    ) -> None:
-        if group["rounding"] != "stochastic":
-            # On bf16 tensors the fused kernel computes in fp32 as well, and rounds to nearest.
-            fused_adamw(parts, gradient, step, group)
-            return
-        values = [part.float() for part in parts]
-        fused_adamw(values, gradient, step, group)
-        # Drawing costs more than rounding, so the three tensors share one draw. Each reads it from
-        # another place, so that a weight and its averages are not rounded by the same bits.
-        bits = random_bits(len(gradient) + 2 * self.spare, generator=randomness)
-        for number, (part, value) in enumerate(zip(parts, values)):
-            start = number * self.spare
-            part.copy_(stochastic_round_(value, bits[start : start + len(value)]))
+    def stochastic(self, group: dict[str, Any]) -> list[bool]:
+        return [group["rounding"] == "stochastic"] * 3

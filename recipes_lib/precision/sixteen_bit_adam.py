@@ -38,14 +38,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.model.trainable import parameters_to_train, require_whole_fp32
-from recipes_lib.precision._adam import (
-    ChunkedAdamW,
-    averages,
-    fused_adamw,
-    random_bits,
-    stochastic_round,
-    stochastic_round_,
-)
+from recipes_lib.precision._adam import ChunkedAdamW, averages, stochastic_round
 
 # Up to this beta, a step changes an average by 10% of what is new in it. That is 25 times half a
 # spacing of bf16, and rounding to nearest loses little.
@@ -117,47 +110,5 @@ class SixteenBitAdamW(ChunkedAdamW):
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return averages(parameter, torch.bfloat16)
 
-    def randomness(self, device: torch.device, seed: int) -> _Workbench:
-        """Room and random bits for one step, as large as the largest chunk or as all there is."""
-        elements = 0
-        for group in self.param_groups:
-            elements += sum(p.numel() for p in group["params"] if p.device == device)
-        return _Workbench(min(elements, self.chunk(device)), device, seed)
-
-    def update_chunk(
-        self,
-        parts: list[torch.Tensor],
-        gradient: torch.Tensor,
-        step: int,
-        group: dict[str, Any],
-        randomness: _Workbench,
-    ) -> None:
-        weight, *stored = parts
-        room = list(randomness.room[:, : len(weight)])
-        torch._foreach_copy_(room, stored)
-        fused_adamw([weight, *room], gradient, step, group)
-        for beta, average in zip(group["betas"], room):
-            if beta > NEAREST_UP_TO:
-                stochastic_round_(average, randomness.bits(len(average)))
-        # From fp32 to bf16 PyTorch rounds to nearest. What is rounded already stays.
-        torch._foreach_copy_(stored, room)
-
-
-class _Workbench:
-    """What the updates of one step share on one device: room for fp32 averages, and random bits.
-
-    Drawing random numbers costs more than the update, so a step draws them once. Every chunk reads
-    them from a place that is drawn, too. So each element gets an evenly drawn number in each step,
-    which does not depend on those of the steps before: its rounding has no bias. Two elements of
-    one step may get the same number. That changes no mean.
-    """
-
-    def __init__(self, size: int, device: torch.device, seed: int) -> None:
-        self._size = size
-        self._places = torch.Generator().manual_seed(seed)
-        self._bits = random_bits(2 * size, generator=torch.Generator(device).manual_seed(seed))
-        self.room = torch.empty(2, size, dtype=torch.float32, device=device)
-
-    def bits(self, count: int) -> torch.Tensor:
-        place = int(torch.randint(self._size, (), generator=self._places))
-        return self._bits[place : place + count]
+    def stochastic(self, group: dict[str, Any]) -> list[bool]:
+        return [False, *(beta > NEAREST_UP_TO for beta in group["betas"])]

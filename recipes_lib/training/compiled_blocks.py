@@ -16,8 +16,9 @@ Costs      Seconds of compiling, in the first step and for the first batch of an
            `break_even_steps` says after how many steps they are earned. The order of sums changes,
            so losses and gradients are equal up to rounding, and dropout draws other numbers.
 Use when   The run has more steps than it takes to break even.
-Not when   Each run is a few steps, shapes change all the time, or a block looks at values, as a
-           mixture of experts does that routes in Python: the forward then says so.
+Not when   Each run is a few steps, shapes change all the time (pad the batches to few), or a block
+           looks at values, as a mixture of experts does that routes in Python: PyTorch raises an
+           error then.
 In production   `model.model.layers[i].compile()` for each block, before `fully_shard` (torchtitan);
            `TrainingArguments(torch_compile=True)` compiles the whole model instead.
 Source     Ansel et al., "PyTorch 2", ASPLOS 2024; "Reducing torch.compile cold start compilation
@@ -32,12 +33,11 @@ Shapes: B batch, S sequence, D hidden.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -170,8 +170,7 @@ class Compiled:
             hidden_states = _with_gradient(hidden_states)
         if dry():
             return self._as_divided(hidden_states, others, options)
-        with _clear_errors(self):
-            return self.compiled_forward(self, hidden_states, *others, **options)
+        return self.compiled_forward(self, hidden_states, *others, **options)
 
     def _as_divided(self, hidden: torch.Tensor, others: tuple, options: dict[str, Any]) -> Any:
         """Operator by operator, and kept for backward is what the compiler would keep."""
@@ -263,26 +262,6 @@ def _require_first(model: Any) -> None:
             "this model is checkpointed: remove the checkpointing, compile the blocks, then "
             "checkpoint them again"
         )
-
-
-@contextlib.contextmanager
-def _clear_errors(block: torch.nn.Module) -> Iterator[None]:
-    """Say in the words of this recipe what PyTorch's compiler could not do."""
-    from torch._dynamo import exc
-
-    name = type(block).__name__
-    try:
-        yield
-    except exc.Unsupported as error:
-        raise ValueError(
-            f"{name} cannot be compiled as one graph: take it out and train without; "
-            f" PyTorch says: {error}"
-        ) from error
-    except exc.FailOnRecompileLimitHit as error:
-        raise ValueError(
-            f"{name} has {MOST_GRAPHS} compiled graphs and needs another: pad the batches to few "
-            f"shapes, or pass apply_compiled_blocks(model, dynamic=True)"
-        ) from error
 
 
 def _operators_are_counted() -> bool:

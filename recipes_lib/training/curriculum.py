@@ -13,8 +13,7 @@ Idea       Training passes through stages of growing length, and rows x length s
            tokens under every schedule, each token once per epoch, and the position in the data is
            the number of the step.
 Saves      6 L Q S of the 6 P + 6 L Q S operations per token are attention, and shrink with S:
-           `predicted_share_of_compute` is the share of the compute that is left at equal tokens;
-           the number of steps divided by it are the steps at equal compute.
+           `steps_at_equal_compute` says how many more steps that buys.
 Costs      Rows begin in the middle of a text more often. What needs a long context is learnt in the
            last stage only. The shape of the batch changes: compiled graphs and memory plans are
            made once per stage.
@@ -71,14 +70,13 @@ def rows_that_grow(
 
 
 def curriculum_batches(
-    tokens: torch.Tensor | Sequence[Sequence[int]],
+    tokens: torch.Tensor,
     *,
     stages: Stages,
     tokens_per_step: int,
     steps: int,
     seed: int = 0,
     start_step: int = 0,
-    device: str = "cpu",
 ) -> Iterator[Batch]:
     """Batches {"input_ids", "labels"} [B, S] of the steps `start_step` … `steps` - 1.
 
@@ -87,18 +85,16 @@ def curriculum_batches(
     left out of each epoch, another one every time.
 
     Args:
-        tokens: a stream of ids [tokens], or a list of documents, which are joined.
+        tokens: a stream of ids [tokens].
         stages: (length, share of the steps) in ascending order of length; each length divides the
             longest.
     """
     schedule = curriculum_schedule(stages=stages, tokens_per_step=tokens_per_step, steps=steps)
-    if not isinstance(tokens, torch.Tensor):
-        tokens = torch.tensor(list(itertools.chain.from_iterable(tokens)))
     lengths = []  # of every step's rows
     for length, count in schedule:
         lengths += [length] * count
     # Not inside the generator: the errors come with the call, not with the first batch.
-    return _batches(tokens, lengths, tokens_per_step, seed=seed, start_step=start_step, to=device)
+    return _batches(tokens, lengths, tokens_per_step, seed=seed, start_step=start_step)
 
 
 def _batches(
@@ -108,7 +104,6 @@ def _batches(
     *,
     seed: int,
     start_step: int,
-    to: str,
 ) -> Iterator[Batch]:
     longest = lengths[-1]
     pieces_per_step = tokens_per_step // longest
@@ -124,7 +119,7 @@ def _batches(
                 known_epoch = epoch
             start = starts[place]
             pieces.append(stream[start : start + longest])
-        ids = torch.cat(pieces).long().view(-1, lengths[step]).to(to)  # [B, S]
+        ids = torch.cat(pieces).long().view(-1, lengths[step])  # [B, S]
         # The model shifts the labels itself. A copy: who masks labels must not change the input.
         yield {"input_ids": ids, "labels": ids.clone()}
 
@@ -158,10 +153,6 @@ def curriculum_schedule(
     # The ends are rounded and not the counts, so that the counts sum to `steps`.
     ends = [round(steps * share) for share in itertools.accumulate(shares)]
     counts = [end - start for start, end in itertools.pairwise([0, *ends])]
-    if min(counts) < 1:
-        raise ValueError(
-            f"steps={steps} gives the stages {counts} steps: raise it, or drop a stage"
-        )
     return list(zip(lengths, counts))
 
 
@@ -181,17 +172,8 @@ def flops_per_token(model: Any, *, seq_len: int) -> float:
     return 6 * multiplied + 6 * layers * query_width * seq_len
 
 
-def predicted_share_of_compute(model: Any, *, stages: Stages) -> float:
-    """The share of the compute that the stages need for the same tokens."""
-    cost = sum(share * flops_per_token(model, seq_len=length) for length, share in stages)
-    longest, _ = stages[-1]
-    return cost / flops_per_token(model, seq_len=longest)
-
-
 def steps_at_equal_compute(model: Any, stages: Stages, steps: int, *, full_length: int) -> int:
     """How many steps of the schedule cost what `steps` at the full length cost."""
     full = flops_per_token(model, seq_len=full_length)
-    longest, _ = stages[-1]
-    # The share refers to the schedule's own longest rows, which may be shorter than the full ones.
-    at_longest = flops_per_token(model, seq_len=longest)
-    return round(steps * full / (at_longest * predicted_share_of_compute(model, stages=stages)))
+    mean = sum(share * flops_per_token(model, seq_len=length) for length, share in stages)
+    return round(steps * full / mean)

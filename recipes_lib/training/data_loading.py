@@ -32,8 +32,6 @@ Shapes: B rows of a step, over all ranks; S sequence.
 
 from __future__ import annotations
 
-import contextlib
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -92,8 +90,7 @@ def step_loader(
         rows: a `datasets.Dataset` or a sequence, anything with a length and rows by number.
         rows_per_step: B, of all ranks together.
         steps: where the run ends, counted from 0, over all epochs.
-        collate: makes a batch of a list of rows, in the worker. What it draws from `random` and
-            `torch` is a function of the step and the rank, too.
+        collate: makes a batch of a list of rows, in the worker, and draws no random numbers.
         rank, ranks: by default those of the process group, or one rank without one.
         workers: processes that make batches; 0 makes them in this process, while the step waits.
     """
@@ -114,18 +111,16 @@ def step_loader(
     )
 
 
+@dataclass(frozen=True)
 class StepData(Dataset):
     """Item number n is the batch of step n on this rank."""
 
-    def __init__(
-        self, rows: Any, rows_per_step: int, collate: Collate, seed: int, rank: int, ranks: int
-    ) -> None:
-        self.rows = rows
-        self.rows_per_step = rows_per_step
-        self.collate = collate
-        self.seed = seed
-        self.rank = rank
-        self.ranks = ranks
+    rows: Any
+    rows_per_step: int
+    collate: Collate
+    seed: int
+    rank: int
+    ranks: int
 
     def __getitem__(self, step: int) -> Batch:
         chosen = rows_of_step(
@@ -133,39 +128,7 @@ class StepData(Dataset):
         )
         share = self.rows_per_step // self.ranks
         mine = chosen[self.rank * share : (self.rank + 1) * share]
-        with random_numbers_of(f"{self.seed} {step} {self.rank}"):
-            return self.collate([self.rows[number] for number in mine])
-
-
-@contextlib.contextmanager
-def random_numbers_of(name: str) -> Iterator[None]:
-    """What is drawn inside depends on `name` alone, and nothing outside notices."""
-    outside = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        random.seed(name)
-        torch.manual_seed(random.getrandbits(63))
-        try:
-            yield
-        finally:
-            random.setstate(outside)
-
-
-def to_device(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
-    """Each batch on `device`. From pinned memory the copy runs beside the step before."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        for batch in batches:
-            yield {name: tensor.to(device) for name, tensor in batch.items()}
-        return
-    copying = torch.cuda.Stream(device)
-    for batch in batches:
-        with torch.cuda.stream(copying):
-            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        training = torch.cuda.current_stream(device)
-        training.wait_stream(copying)
-        for tensor in moved.values():
-            tensor.record_stream(training)  # its memory is not used again before the step is done
-        yield moved
+        return self.collate([self.rows[number] for number in mine])
 
 
 @dataclass(frozen=True)

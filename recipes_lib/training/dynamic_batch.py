@@ -30,8 +30,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,23 +76,10 @@ def halve_until_it_fits(step: Callable[[int], Any], model: Any, *, batch_size: i
 # --- the technique --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One try: its `micro_batches`, and whether it `fits`."""
+class FittedStep(NamedTuple):
+    """The `micro_batches` that fitted, and what the last attempt returned."""
 
     micro_batches: int
-    fits: bool
-
-    def __str__(self) -> str:
-        return f"{self.micro_batches} micro-batches: {'fits' if self.fits else 'out of memory'}"
-
-
-@dataclass(frozen=True)
-class FittedStep:
-    """The `micro_batches` that fitted, all attempts in order, and what the last one returned."""
-
-    micro_batches: int
-    attempts: list[Attempt]
     result: Any
 
 
@@ -131,12 +117,10 @@ def fit_micro_batches(
     _check(model)
     before = random_states()
     versions = _versions(model)  # to see whether `step` updates the weights
-    attempts: list[Attempt] = []
     while True:
-        attempt, outcome = _try(step, micro_batches)
-        attempts.append(attempt)
-        if attempt.fits:
-            return FittedStep(micro_batches, attempts, outcome)
+        fits, outcome = _try(step, micro_batches)
+        if fits:
+            return FittedStep(micro_batches, outcome)
 
         _release(model, outcome)
         if _versions(model) != versions:
@@ -146,22 +130,26 @@ def fit_micro_batches(
             ) from outcome
         smaller = _next_divisor(micro_batches, batch_size)
         if smaller is None:
-            raise torch.OutOfMemoryError(_nothing_fits(attempts)) from outcome
+            raise torch.OutOfMemoryError(
+                "even one row at a time does not fit, so it is not the batch that fills the "
+                "memory: recipes_lib.workflows.out_of_memory_doctor.diagnose says what saves how "
+                "much"
+            ) from outcome
         micro_batches = smaller
         set_random_states(before)  # dropout draws what the first attempt drew
 
 
-def _try(step: Callable[[int], Any], k: int) -> tuple[Attempt, Any]:
-    """One attempt, and what `step` returned, or the error by which it ran out of memory."""
+def _try(step: Callable[[int], Any], k: int) -> tuple[bool, Any]:
+    """Whether it fits, and what `step` returned, or the error by which it ran out of memory."""
     # The error leaves this function as a value: while Python handles one, its tensors stay alive.
     try:
-        return Attempt(k, fits=True), step(k)
+        return True, step(k)
     except RuntimeError as error:
         reported = any(text in str(error) for text in OUT_OF_MEMORY)
         if not reported and not isinstance(error, torch.OutOfMemoryError):
             raise
         outcome = error
-    return Attempt(k, fits=False), outcome
+    return False, outcome
 
 
 def _release(model: Any, error: BaseException | None) -> None:
@@ -204,14 +192,6 @@ def _check(model: Any) -> None:
             "one process cannot repeat its step while the others wait for it: find micro_batches "
             "on one process and pass the same number to all"
         )
-
-
-def _nothing_fits(attempts: list[Attempt]) -> str:
-    tried = "; ".join(str(attempt) for attempt in attempts)
-    return (
-        f"even one row at a time does not fit ({tried}), so it is not the batch that fills the "
-        f"memory: recipes_lib.workflows.out_of_memory_doctor.diagnose says what saves how much"
-    )
 
 
 # --- in advance -----------------------------------------------------------------------------------

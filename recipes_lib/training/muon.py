@@ -30,12 +30,13 @@ Source     Keller Jordan, "Muon: An optimizer for hidden layers in neural networ
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.linears import is_linear
 from recipes_lib.core.model.trainable import parameters_to_train, require_whole_fp32
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -68,56 +69,43 @@ def muon_adamw(
     betas: tuple[float, float] = (0.9, 0.95),
 ) -> torch.optim.Optimizer:
     """Make an optimizer for a causal LM: Muon for the blocks' matrices, and AdamW for the rest."""
-    split = split_for_muon(model)
-    require_whole_fp32([*split.matrices, *split.rest])
+    matrices, rest = split_for_muon(model)
+    require_whole_fp32([*matrices, *rest])
     muon = torch.optim.Muon(
-        split.matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+        matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    if not split.rest:
+    if not rest:
         return muon
-    adamw = torch.optim.AdamW(split.rest, lr=lr, weight_decay=weight_decay, betas=betas, fused=True)
+    adamw = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay, betas=betas, fused=True)
     return InOne([muon, adamw])
 
 
-class Split(NamedTuple):
-    """The trainable parameters of a model, each in one of the two."""
-
-    matrices: list[nn.Parameter]  # [m, n] each, for Muon
-    rest: list[nn.Parameter]  # for AdamW
-
-
-def split_for_muon(model: nn.Module) -> Split:
-    """Which trainable parameters Muon trains: the weights of the linear layers in the blocks."""
+def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trainable weights of the linear layers in the blocks, for Muon, and all others."""
     require_causal_lm(model)
     in_blocks = _matrices_of_blocks(model)
-    split = Split([], [])
+    matrices = []
+    rest = []
     for parameter in parameters_to_train(model):
-        part = split.matrices if id(parameter) in in_blocks else split.rest
+        part = matrices if id(parameter) in in_blocks else rest
         part.append(parameter)
-    if not split.matrices:
+    if not matrices:
         raise ValueError(
             f"the blocks of this {type(model).__name__} have no trainable matrix for Muon "
             f"(LoRA's are left to AdamW): use torch.optim.AdamW, or set requires_grad before"
         )
-    return split
+    return matrices, rest
 
 
 def _matrices_of_blocks(model: nn.Module) -> set[int]:
     """The ids of the weights of linear layers in the blocks, LoRA's and shared ones left out."""
     found = set()
     for name, module in decoder_blocks(model).named_modules():
-        if "lora_" not in name and (isinstance(module, nn.Linear) or _is_conv1d(module)):
+        if "lora_" not in name and is_linear(module):
             found.add(id(module.weight))
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         found.discard(id(layer.weight))
     return found
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is GPT-2's linear layer, whose weight is [inputs, outputs]."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, Conv1D)
 
 
 class InOne(torch.optim.Optimizer):

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import time
 from pathlib import Path
@@ -187,19 +186,3 @@ LIBRARIES: dict[str, type[Tracker]] = {
     "mlflow": MLflow,
     "wandb": WandB,
 }
-
-
-def read_back(
-    folder: str | Path, *, backend: str = "tensorboard", run_name: str = "run"
-) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard's own reader finds: name -> (step, value), the newest of each step."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each resume
-    # All values, not a sample. What a resume replaces is left out, as on the page.
-    events = EventAccumulator(str(Path(folder) / run_name), size_guidance={"scalars": 0}).Reload()
-    found = {}
-    for name in events.Tags()["scalars"]:
-        values = {event.step: event.value for event in events.Scalars(name)}
-        found[name] = sorted(values.items())
-    return found

@@ -6,12 +6,10 @@ import torch
 from recipes_lib.architecture.rope import (
     apply_rope_scaling,
     check_length,
-    position_losses,
     rope_frequencies,
     rotate,
 )
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.fine_tuning.lora import apply_lora
 from tests.small_models import small_model
 
 TRAINED = 64
@@ -69,24 +67,6 @@ def test_rotation_equals_that_of_transformers(dtype, tolerance):
     for ours, theirs in zip((q, k), apply_rotary_pos_emb(q, k, cos, sin)):
         turned = rotate(ours, positions, frequencies)
         torch.testing.assert_close(turned, theirs, rtol=tolerance, atol=tolerance)
-
-
-@torch.no_grad()
-def test_losses_along_a_text():
-    """The mistakes: losses of the wrong tokens, of a soft cap left out, of a model that was trained
-    on labels of another place."""
-    model = model_of_shape("tiny-gemma2", device="cpu").eval()
-    model.get_output_embeddings().weight.mul_(200)  # so that the cap matters
-    logits = model(SHORT).logits[0, :-1]
-    each = torch.nn.functional.cross_entropy(logits, SHORT[0, 1:], reduction="none")
-    expected = torch.stack([part.mean() for part in each.split(10)])  # of 31 predictions
-    for measured in (model, apply_lora(model)):
-        losses = position_losses(measured, SHORT, window=10)
-        torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=1e-5)
-    assert apply_rope_scaling(measured, kind="linear", factor=2) is measured
-    assert position_losses(measured, SHORT, window=10) != losses
-    with pytest.raises(ValueError, match="computes its loss itself"):
-        position_losses(small_model("Bart", d_model=64), SHORT, window=10)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "yarn"])

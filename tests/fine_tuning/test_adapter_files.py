@@ -20,7 +20,6 @@ from recipes_lib.fine_tuning.adapter_files import (
     save_trained_tensors,
 )
 from recipes_lib.fine_tuning.lora import apply_lora, merge_lora
-from recipes_lib.fine_tuning.qlora import apply_qlora, merge_qlora
 from tests.families.configs import quiet, tiny_model
 from tests.small_models import train_a_little
 
@@ -150,6 +149,7 @@ def test_nothing_is_overwritten_unless_asked(tmp_path):
 def test_merged_into_16_bits_and_loaded_again(tmp_path):
     """The mistake: rotary frequencies are rounded with the weights; or a file of another model."""
     full = merge_lora(adapted(base()))
+    assert all(parameter.requires_grad for parameter in full.parameters())
     cast = copy.deepcopy(full)
     folder = tmp_path / "merged"
     save_merged(cast, folder, tokenizer=load_tokenizer())
@@ -171,17 +171,3 @@ def test_what_a_family_keeps_in_fp32_is_saved_so(tmp_path):
     in_fp32 = [name for name in kept_in_fp32(model, torch.bfloat16) if name in saved]
     assert in_fp32
     assert all(saved[name].dtype is torch.float32 for name in in_fp32)
-
-
-def test_merged_from_4_bits(tmp_path):
-    """The mistake: a mark of the quantization stays in the configuration of a plain model."""
-    model = adapted(base(), apply_qlora)
-    for layer in model.modules():
-        if hasattr(layer, "compute_dtype"):
-            layer.compute_dtype = torch.float32
-    expected = logits(model)
-    merged = merge_qlora(model)
-    assert (logits(merged) - expected).abs().max() < 1e-4
-    save_merged(merged, tmp_path / "merged", tokenizer=load_tokenizer())
-    again = load_model(str(tmp_path / "merged"), device="cpu", dtype=torch.bfloat16)
-    assert torch.equal(logits(again), logits(merged))

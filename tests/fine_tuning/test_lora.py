@@ -5,16 +5,13 @@ import torch
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.bytes_of_tensors import weight_bytes
-from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.fine_tuning.lora import (
     apply_lora,
     lora_parameters,
-    merge_lora,
     plain_lora,
     plain_merge,
     target_linears,
 )
-from tests.conftest import assert_same_gradients, gradients
 from tests.small_models import small_model, train_a_little
 
 LLAMA_AND_GPT2 = ["tiny-llama", "tiny-gpt2"]  # GPT-2's weights are transposed
@@ -23,12 +20,6 @@ LLAMA_AND_GPT2 = ["tiny-llama", "tiny-gpt2"]  # GPT-2's weights are transposed
 @pytest.fixture(params=LLAMA_AND_GPT2)
 def model(request):
     return model_of_shape(request.param, device="cpu")
-
-
-def run(model, batch):
-    out = model(**batch, use_cache=False)
-    out.loss.backward()
-    return out.logits.detach()
 
 
 def adapters_by_name(model):
@@ -65,24 +56,6 @@ def test_one_layer_by_hand_is_pefts(llama):
             torch.testing.assert_close(gradient, reference, atol=1e-5, rtol=1e-5)
 
 
-MERGED = [
-    (torch.float32, 1e-5, {"use_dora": True}),
-    (torch.bfloat16, 3e-2, {}),
-]
-
-
-@pytest.mark.parametrize(("dtype", "tolerance", "options"), MERGED)
-def test_merged_model_computes_the_same(dtype, tolerance, options, batch):
-    """The mistake: a merge that forgets a scale, or leaves weights that do not train."""
-    base = model_of_shape("tiny-llama", dtype=dtype, device="cpu")
-    model = train_a_little(apply_lora(base, rank=4, alpha=8, **options))
-    expected = run(model, batch)
-    merged = merge_lora(model)
-    assert all(p.requires_grad for p in merged.parameters())
-    torch.testing.assert_close(run(merged, batch), expected, atol=tolerance, rtol=tolerance)
-    apply_lora(merged, rank=1)  # a plain model: it can be adapted again
-
-
 # --- what it does ---------------------------------------------------------------------------------
 
 
@@ -105,18 +78,6 @@ def test_targets_by_name(llama):
     assert list(one) == ["model.layers.1.self_attn.q_proj"]
     with pytest.raises(ValueError, match=r"target_modules='proj': choose one of .*q_proj"):
         apply_lora(llama, target_modules="proj")
-
-
-def test_first_block_learns_when_blocks_are_checkpointed(model, batch):
-    """The mistake: a reentrant checkpoint, whose input needs no gradient, cuts the first block."""
-    model = train_a_little(apply_lora(model, rank=4, alpha=8))
-    run(model, batch)
-    expected = gradients(model)
-    model.zero_grad()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    run(model, batch)
-    assert all(p.grad.any() for p in decoder_blocks(model)[0].parameters() if p.requires_grad)
-    assert_same_gradients(gradients(model), expected, atol=1e-6, rtol=1e-4)
 
 
 # --- guards ---------------------------------------------------------------------------------------

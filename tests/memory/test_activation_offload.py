@@ -62,16 +62,6 @@ def test_by_hand_equals_the_real_one(llama, batch, tmp_path):
 # --- the same training ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("tiny-gpt2", torch.float32), ("tiny-gemma2", torch.bfloat16)],
-)
-def test_same_loss_and_gradients(family, dtype, batch):
-    """Families save views, shared storages and strides of their own kind."""
-    model = model_of_shape(family, layers=3, dtype=dtype, device="cpu")
-    assert_equal(run_offloaded(model, batch), run_plain(model, batch))
-
-
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_short_queues(llama, in_flight):
     """A queue of one waits for each transfer; with none, each comes back when it is needed."""

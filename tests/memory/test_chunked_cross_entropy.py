@@ -273,13 +273,6 @@ def test_adapters(llama, batch):
     assert run(take_out(other, LossFromHidden), batch)[0].logits is not None
 
 
-def test_logits_with_a_factor(batch):
-    """One factor of the configuration: multiplying will do, and nothing has to be refused."""
-    model = small_model("Granite", num_key_value_heads=2, logits_scaling=8.0).train()
-    expected = run(copy.deepcopy(model), batch)[1]
-    assert_same_gradients(run(apply_chunked_cross_entropy(model), batch)[1], expected)
-
-
 def test_labels_by_position(llama, batch):
     """They would bring all logits, and nobody would be told."""
     apply_chunked_cross_entropy(llama.train())

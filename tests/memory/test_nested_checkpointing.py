@@ -1,6 +1,5 @@
 """Groups of blocks keep one input each, and loss and gradients are the same to the last bit."""
 
-import copy
 import functools
 
 import pytest
@@ -39,35 +38,14 @@ def test_the_idea_is_the_technique(llama):
 # --- the same training ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "group", "dtype"),
-    [("tiny-llama", 2, torch.float32), ("tiny-gpt2", 5, torch.bfloat16)],
-)
-def test_same_loss_and_gradients(shape, batch, group, dtype):
-    """Groups with a rest, and all blocks as one group."""
-    model = model_of_shape(shape, layers=5, device="cpu", dtype=dtype)
+@pytest.mark.parametrize("group", [2, 5])
+def test_with_a_cache_and_taken_out_again(batch, group):
+    """Groups with a rest, and all blocks as one group; keys a second and a third time."""
+    model = model_of_shape("tiny-gpt2", layers=5, device="cpu", dtype=torch.bfloat16)
     expected = run(model, batch)
-    assert_equal(run(apply_nested_checkpointing(model, group=group), batch), expected)
-    assert_equal(run(model, batch, use_cache=True), expected)  # keys a second and a third time
+    apply_nested_checkpointing(model, group=group)
+    assert_equal(run(model, batch, use_cache=True), expected)
     assert_equal(run(take_out(model, Nested), batch), expected)
-
-
-def test_with_dropout_and_autocast(batch):
-    """All three runs of a block draw the same dropout, and round to the same dtype."""
-    model = model_of_shape("tiny-gpt2", layers=5, device="cpu")
-    model.set_attn_implementation("eager")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.2
-    without = run(copy.deepcopy(model).eval(), batch)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected_autocast = run(model, batch)
-    expected = run(model, batch)
-    assert not torch.equal(expected["loss"], without["loss"])  # dropout is at work
-    apply_nested_checkpointing(model, group=2)
-    assert_equal(run(model, batch), expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_equal(run(model, batch), expected_autocast)
 
 
 def test_every_block_gets_its_own_arguments(batch):

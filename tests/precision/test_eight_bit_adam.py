@@ -59,29 +59,6 @@ def train(model, optimizer, batch, steps):
     return losses
 
 
-LR = 1e-2
-
-
-def assert_memorises_like_adamw(model, optimizer, batch):
-    reference = copy.deepcopy(model)
-    adamw = torch.optim.AdamW(reference.parameters(), lr=LR)
-    expected = train(reference, adamw, batch, 10)
-    losses = train(model, optimizer, batch, 10)
-    assert losses[0] == expected[0] and expected[-1] < 0.6 * expected[0]
-    assert losses[-1] == pytest.approx(expected[-1], rel=0.05, abs=0.05)
-
-
-@pytest.mark.parametrize(
-    ("family", "dtype", "embedding_bits"),
-    [("tiny-llama", torch.float32, 32), ("tiny-gpt2", torch.bfloat16, 8)],
-)
-def test_memorises_a_batch_as_fast_as_32_bits(family, dtype, embedding_bits, batch):
-    """With a tied embedding; and with biases, which stay in 32 bits."""
-    model = model_of_shape(family, dtype=dtype, device="cpu")
-    optimizer = eight_bit_adamw(model, lr=LR, embedding_bits=embedding_bits)
-    assert_memorises_like_adamw(model, optimizer, batch)
-
-
 def test_which_states_take_8_bits(batch):
     """The mistake: the tables in 8 bits, or everything in 32."""
     model = model_of_shape("tiny-gpt2", device="cpu")

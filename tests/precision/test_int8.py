@@ -211,13 +211,10 @@ def test_saved_loaded_copied_and_cast(kind):
 # --- models ---------------------------------------------------------------------------------------
 
 
-MODELS = [("tiny-llama", "per_token"), ("tiny-gemma2", "dynamic")]
-
-
-@pytest.mark.parametrize(("family", "kind"), MODELS)
-def test_a_model_of_each_family(family, kind):
+@pytest.mark.parametrize("kind", ["per_token", "dynamic"])
+def test_a_model(kind):
     """The mistake: a layer of the blocks that is left out, or an output layer that is not."""
-    model = model_of_shape(family, device="cpu")
+    model = model_of_shape("tiny-gemma2", device="cpu")
     rows = torch.randint(0, 128, (2, 40)).tolist()
     full = decode_quality(model, rows)
     apply_int8(model, kind=kind)

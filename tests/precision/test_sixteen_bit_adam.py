@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from recipes_lib.precision import sixteen_bit_adam as module
-from recipes_lib.precision._adam import stochastic_round_
+from recipes_lib.precision import _adam
 from recipes_lib.precision.sixteen_bit_adam import (
     plain_sixteen_bit_step,
     sixteen_bit_adamw,
@@ -25,11 +24,12 @@ def test_equals_the_plain_step(monkeypatch):
     """Given the same random bits. Of the averages, the last bit may differ: AdamW is fused here."""
     drawn = []
 
-    def recorded(values, bits):
-        drawn.append(bits.clone())
-        return stochastic_round_(values, bits)
+    def recorded(self, count):
+        drawn.append(some(self, count))
+        return drawn[-1]
 
-    monkeypatch.setattr(module, "stochastic_round_", recorded)
+    some = _adam._Bits.some
+    monkeypatch.setattr(_adam._Bits, "some", recorded)
     options = {"lr": 1e-2, "weight_decay": 0.1}
     weight = torch.nn.Parameter(torch.randn(1000))
     optimizer = sixteen_bit_adamw([weight], **options)

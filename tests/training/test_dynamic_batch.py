@@ -10,7 +10,6 @@ from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.memory.optimizer_offload import offload_optimizer
 from recipes_lib.training import dynamic_batch
 from recipes_lib.training.dynamic_batch import (
-    Attempt,
     fit_micro_batches,
     halve_until_it_fits,
     predicted_micro_batches,
@@ -60,8 +59,6 @@ def test_equals_the_full_batch_after_running_out_of_memory():
     limit = limit_for(4, model, batch)
     with PeakMemory(limit_bytes=limit):
         fitted = fit_micro_batches(accumulation(model, batch), model=model, batch_size=8)
-    tried = [Attempt(1, False), Attempt(2, False), Attempt(4, True)]
-    assert fitted.attempts == tried
     assert fitted.micro_batches == 4
     torch.testing.assert_close(fitted.result, expected_loss)
     assert_same_gradients(gradients(model), expected)
@@ -106,12 +103,11 @@ def test_failed_attempts_leave_no_memory_behind():
             alive.append(memory.current)
             return accumulate_gradients(model, batch, micro_batches=k)
 
-        fitted = fit_micro_batches(step, model=model, batch_size=8)
+        fit_micro_batches(step, model=model, batch_size=8)
         assert len(alive) == 3
         assert max(alive) - min(alive) < 1024
         model.zero_grad()
         assert memory.current - alive[0] < 1024
-    assert str(fitted.attempts[-1]) == "4 micro-batches: fits"
 
 
 def test_dropout_draws_what_a_direct_step_draws():

@@ -67,9 +67,8 @@ def test_resumed_run_has_the_identical_losses_and_weights(tmp_path, make):
     assert all(map(torch.equal, model.parameters(), again[0].parameters()))
 
 
-@pytest.mark.parametrize("forget", ["nothing", "optimizer", "schedule", "random"])
-def test_by_hand_every_part_is_needed(tmp_path, forget):
-    """The mistake: the test above would pass without a part, for the model hardly learns."""
+def test_by_hand_the_run_goes_on_the_same(tmp_path):
+    """The mistake: the idea that a learner copies forgets what the next step reads."""
     run = setup()
     one_step(*run, 0)
     save_by_hand(tmp_path / "c.pt", run[0], run[1], step=1)
@@ -77,14 +76,7 @@ def test_by_hand_every_part_is_needed(tmp_path, forget):
     model, optimizer, schedule = setup(seed=1)
     assert load_by_hand(tmp_path / "c.pt", model, optimizer) == 1
     schedule.last_epoch = 1
-    if forget == "optimizer":
-        optimizer.state.clear()
-    elif forget == "schedule":
-        optimizer.param_groups[0]["lr"] = 1e-3
-    elif forget == "random":
-        torch.manual_seed(99)
-    losses = [one_step(model, optimizer, schedule, step) for step in (1, 2)]
-    assert (losses == expected) == (forget == "nothing")
+    assert [one_step(model, optimizer, schedule, step) for step in (1, 2)] == expected
 
 
 def killed_half_way(state, file):

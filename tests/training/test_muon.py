@@ -109,11 +109,11 @@ def test_schedules_and_closures(llama, batch):
 def test_split_of_a_llama(tied):
     """The mistake: an output layer that is trained as a matrix of a block."""
     model = small_model("Llama", tie_word_embeddings=tied, attention_bias=True)
-    split = split_for_muon(model)
+    matrices, rest = split_for_muon(model)
     expected = {name for name, _ in model.named_parameters() if "_proj.weight" in name}
     assert len(expected) == 2 * 7
-    assert names_of(model, split.matrices) == expected
-    assert len(split.matrices) + len(split.rest) == len(list(model.parameters()))
+    assert names_of(model, matrices) == expected
+    assert len(matrices) + len(rest) == len(list(model.parameters()))
 
 
 def test_without_matrices(llama):

@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from recipes_lib.training.tracking import append_line, read_back, read_lines, track
+from recipes_lib.training.tracking import append_line, read_lines, track
+from tests.training.events import read_back
 
 
 def test_tensorboard_reads_back_what_was_logged_and_keeps_runs_apart(tmp_path):

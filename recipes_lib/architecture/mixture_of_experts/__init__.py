@@ -207,11 +207,6 @@ def require_plain_experts(modules: list[nn.Module]) -> None:
             )
 
 
-def active_per_token(model: Any) -> int:
-    """k: how many experts a token goes through."""
-    return model.config.get_text_config().num_experts_per_tok
-
-
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
@@ -229,7 +224,7 @@ def predicted_parameters(model: Any) -> MixtureParameters:
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = sum(parameter.numel() for parameter in _expert_weights(model))
     count = experts_of(model)[0].gate_up_proj.shape[0]
-    met = experts * active_per_token(model) // count
+    met = experts * model.config.get_text_config().num_experts_per_tok // count
     return MixtureParameters(total=total, active=total - experts + met, experts=experts)
 
 

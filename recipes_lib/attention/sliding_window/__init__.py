@@ -48,7 +48,6 @@ from recipes_lib.attention._unsupported import (
     under_autocast,
 )
 from recipes_lib.attention.sliding_window.banded import band, banded_attention, block_length
-from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.grouped_heads import without_grouped_heads
 from recipes_lib.core.model.probe import TOKENS, proves
@@ -148,24 +147,17 @@ def sliding_window_attention(
     window: int,
     sinks: int = 0,
     scale: float | None = None,
-    kernel: str = "auto",
 ) -> Tensor:
     """Token i reads i - window + 1 … i and the first `sinks`.
 
     q [B, H, S, E], k and v [B, KV, S, E] -> [B, H, S, E].
 
-    Args:
-        scale: of the scores, by default 1 / sqrt(E).
-        kernel: "banded" runs anywhere, "flex" needs CUDA, "auto" takes "flex" from Ampere on.
+    `scale` is that of the scores, by default 1 / sqrt(E).
     """
-    kernels = ["auto", "banded", "flex"] if q.is_cuda else ["auto", "banded"]
-    check_choice(kernels, kernel=kernel)
     q, k, v = under_autocast(q, k, v)
-    if kernel == "auto":
-        kernel = "flex" if _flex_is_fast(q.device) else "banded"
     # A window over the whole text is plain causal attention: there the banded kernel makes one
     # SDPA call.
-    if kernel == "flex" and window < q.shape[2]:
+    if _flex_is_fast(q.device) and window < q.shape[2]:
         flex = _flex(q.shape[2], window, sinks, q.device, active_fake_mode())
         return flex(q, k, v, scale=scale, enable_gqa=True)
     if without_grouped_heads(q.device, q.dtype):
@@ -189,19 +181,11 @@ def _flex_is_fast(device: torch.device) -> bool:
 def _flex(
     length: int, window: int, sinks: int, device: torch.device, dry_run: Any
 ) -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
     def reads(batch, head, query, key):
         return (key <= query) & ((key > query - window) | (key < sinks))
 
-    # On CUDA both are compiled, because otherwise both make [S, S].
-    make_mask = create_block_mask
-    attend = flex_attention
-    if device.type == "cuda":
-        make_mask = compiled_block_mask
-        attend = compiled_flex_attention
-    mask = make_mask(reads, None, None, length, length, device=device)
-    return functools.partial(attend, block_mask=mask)
+    mask = compiled_block_mask(reads, None, None, length, length, device=device)
+    return functools.partial(compiled_flex_attention, block_mask=mask)
 
 
 # --- what transformers sees of it -----------------------------------------------------------------

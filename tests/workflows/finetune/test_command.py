@@ -14,12 +14,12 @@ from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import load_tokenizer, model_of_shape, model_without_weights
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint, load_adapter
 from recipes_lib.training.sequence_packing import pack_sequences
-from recipes_lib.training.tracking import read_back
 from recipes_lib.workflows.finetune import base_model as base_of_run
 from recipes_lib.workflows.finetune import command
 from recipes_lib.workflows.finetune.command import check_packing, check_positions, run_command
 from recipes_lib.workflows.finetune.data import Data
 from recipes_lib.workflows.finetune.loop import CHECKPOINT
+from tests.training.events import read_back
 from tests.workflows.finetune.shared import (
     RUN,
     SAVE_STEPS,
@@ -86,7 +86,7 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(
     assert sorted(second | third) == list(range(STEPS))
 
     # The log shows each step once, and the weights are those of the run that nobody disturbed.
-    log = read_back(folder / "log", backend="tensorboard")
+    log = read_back(folder / "log")
     assert [step for step, _ in log["loss"]] == list(range(STEPS))
     logged = [loss for _, loss in log["loss"]]
     assert logged == pytest.approx([float(expected[s]) for s in range(STEPS)], abs=1e-5)
@@ -150,7 +150,7 @@ def test_a_finished_run_goes_on_to_more_steps(small_model, pairs, tmp_path, monk
     losses, printed = finetune_here(longer, resume=True)
     assert list(losses) == [4, 5]
     assert "of a run of 4 steps: from step 4 on the learning rate is that of a run of 6" in printed
-    rates = dict(read_back(tmp_path / "run" / "log", backend="tensorboard")["learning_rate"])
+    rates = dict(read_back(tmp_path / "run" / "log")["learning_rate"])
     halves = [0.5 * (1 + math.cos(math.pi * (step - 1) / 5)) for step in (4, 5)]
     assert [rates[4], rates[5]] == pytest.approx([1e-3 * half for half in halves], rel=1e-4)
     assert adapter.read_bytes() != shorter
