@@ -20,15 +20,6 @@ import torch
 from torch import distributed
 
 
-def require_group() -> None:
-    """Raise ValueError if this process is not one of several ranks."""
-    if not distributed.is_initialized():
-        raise ValueError(
-            "there is no process group: call this inside of a function that RankPool.run runs, or "
-            "in a script that torchrun starts and that calls init_process_group()"
-        )
-
-
 def rank() -> int:
     """The number of this rank; 0 in a process that is alone."""
     return distributed.get_rank() if distributed.is_initialized() else 0
@@ -46,11 +37,7 @@ def meet() -> None:
 
 
 def group_device() -> torch.device:
-    """Where a tensor has to be for a collective of the default group: this rank's GPU, or the CPU.
-
-    Raises ValueError without a process group.
-    """
-    require_group()
+    """Where a tensor has to be for a collective: this rank's GPU, or the CPU."""
     if "nccl" in str(distributed.get_backend_config()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

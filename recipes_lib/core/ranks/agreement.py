@@ -19,7 +19,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes_lib.core.measure.dry_run import dry
-from recipes_lib.core.ranks import require_group, world_size
+from recipes_lib.core.ranks import world_size
 
 
 def agree(**values: Any) -> None:
@@ -31,7 +31,6 @@ def agree(**values: Any) -> None:
         values: numbers, strings, and what else has a `repr`. A module stands for the names, shapes
             and dtypes of its parameters, and for which of them train. A mesh stands for its axes.
     """
-    require_group()
     if dry():  # one process, and its tensors have no data to compare
         return
     mine = {name: _described(value) for name, value in values.items()}

@@ -16,11 +16,11 @@ import math
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipes_lib.core.measure.dry_run import real_tensors
-from recipes_lib.core.ranks import group_device, require_group, world_size
+from recipes_lib.core.ranks import group_device, world_size
 
 
 def default_mesh() -> DeviceMesh:
-    """All ranks along one axis, which is called "ranks". Raises ValueError without a group."""
+    """All ranks along one axis, which is called "ranks"."""
     return mesh_of(ranks=world_size())
 
 
@@ -28,10 +28,9 @@ def mesh_of(**dims: int) -> DeviceMesh:
     """All ranks along named axes: `mesh_of(replicate=2, shard=4)`.
 
     Neighbours on the last axis have consecutive numbers. So the axis with the most traffic comes
-    last: its ranks are on one machine. Raises ValueError without a process group, and for sizes
-    whose product is not the number of ranks.
+    last: its ranks are on one machine. Raises ValueError for sizes whose product is not the
+    number of ranks.
     """
-    require_group()
     if math.prod(dims.values()) != world_size():
         sizes = " x ".join(f"{name}={size}" for name, size in dims.items())
         raise ValueError(

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.model.output_layer import at_least_fp32
-from recipes_lib.core.ranks import group_device, rank, require_group, world_size
+from recipes_lib.core.ranks import group_device, rank, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 
@@ -131,7 +131,6 @@ def rank_step(
     Returns the loss of the whole batch, a mean over all its tokens, the same on every rank.
     Raises ValueError on every rank as `tokens_of_all_ranks`.
     """
-    require_group()
     divided = hasattr(model, "no_sync") or any(isinstance(p, DTensor) for p in model.parameters())
     if world_size() > 1 and not divided:
         raise ValueError(

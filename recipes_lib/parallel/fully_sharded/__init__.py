@@ -43,7 +43,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.ranks import require_group
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
 from recipes_lib.core.ranks.meshes import default_mesh
@@ -138,7 +137,6 @@ def apply_fully_sharded(
 
 def _require_alike(model: Any, **options: Any) -> None:
     """Raise ValueError on every rank for what would hang, or train something else."""
-    require_group()
     agree(model=model, **options)  # first of all, so that no rank waits for one that has raised
     require_new_on_ranks(model)
     if any(hasattr(parameter, "quant_state") for parameter in model.parameters()):

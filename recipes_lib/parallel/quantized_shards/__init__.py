@@ -39,7 +39,6 @@ from torch.distributed.fsdp import fully_shard
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.core.ranks import require_group
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather
 from recipes_lib.core.ranks.meshes import default_mesh
@@ -103,7 +102,6 @@ def apply_quantized_shards(
         cut_vocabulary: gather a frozen embedding and output layer a few rows at a time, and never
             as a whole, which would take twice their size.
     """
-    require_group()
     # First of all, so that no rank waits for one that has raised.
     switches = (adapter_dtype, offload, cut_vocabulary)
     agree(model=model, mesh=mesh, options=switches)

@@ -26,7 +26,7 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict import predict
 from recipes_lib.core.predict.equation import plain_step, sharded
 from recipes_lib.core.predict.ranks import pretended_ranks
-from recipes_lib.core.ranks import group_device, require_group, world_size
+from recipes_lib.core.ranks import group_device, world_size
 from recipes_lib.core.ranks.bytes_held import RankBytes, rank_bytes
 from recipes_lib.core.ranks.run_result import RankRun
 from recipes_lib.core.ranks.traffic import Traffic, count_traffic
@@ -116,7 +116,6 @@ def train_on_ranks(
         rows: of the whole batch of a step.
     Raises ValueError for what the strategy cannot divide, and for "one process" on several ranks.
     """
-    require_group()
     check_choice(STRATEGIES, strategy=strategy)
     if strategy == "one process" and world_size() > 1:
         raise ValueError(
