@@ -42,8 +42,8 @@ def test_the_longest_step_is_as_long_as_asked_or_as_fits(monkeypatch, fits):
 
 def test_the_prediction_is_the_length_whose_step_has_so_many_bytes():
     """The mistake: a length that is not the longest, or beyond the one that is asked for."""
-    limit = long_steps.predicted_peak(SHAPE, 2, 1024, **IN_FP32)
-    for most, expected in ((2048, 1024), (512, 512)):
+    limit = long_steps.predicted_peak(SHAPE, 2, 256, **IN_FP32)
+    for most, expected in ((512, 256), (128, 128)):
         found = long_steps.predicted_to_fit(SHAPE, 2, limit_bytes=limit, most=most, **IN_FP32)
         assert found == pytest.approx(expected, rel=0.02)
 

@@ -83,6 +83,8 @@ def test_command_line_examples_run(line, tmp_path, monkeypatch, small_default_mo
     arguments = [word.replace("runs/", f"{tmp_path}/") for word in arguments]
     # A step of billions of weights takes a minute to predict, and another shape the same way.
     arguments = ["tiny-llama" if word in SHAPES else word for word in arguments]
+    if arguments[0] == "bench":
+        arguments += ["--batch-size", "2", "--seq-len", "32"]
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert not ended.value.code, ended.value.code
