@@ -72,18 +72,11 @@ def read_by_the_model(model: nn.Module) -> set[str]:
 
 def output_layer_name(model: nn.Module) -> str | None:
     """The qualified name of the layer that makes logits; None if `model` has none."""
-    output = _output_layer(model)
-    for name, module in model.named_modules():
-        if module is output:
-            return name
-    return None
-
-
-def _output_layer(model: nn.Module) -> Any:
     causal = without_adapters(model)
+    output = getattr(causal, "head", None)  # as a decoder calls it
     if hasattr(causal, "get_output_embeddings"):
-        return causal.get_output_embeddings()
-    return getattr(causal, "head", None)
+        output = causal.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is output), None)
 
 
 def quantized_layers(model: Any) -> dict[str, str]:

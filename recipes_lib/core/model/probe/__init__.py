@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.model.causal_lm import FULL_ATTENTIONS, decoder_blocks, is_causal_lm
-from recipes_lib.core.model.probe.documents import refuse_documents_that_leak
+from recipes_lib.core.model.probe.documents import documents_leak, require_one_document
 from recipes_lib.core.model.probe.outcome import (
     TOKENS,
     Limits,
@@ -108,8 +108,8 @@ def proves(
                     proof.of(options | _for_model(narrow, model), keep=False)
             with undone_on_error(model, apply.__name__):
                 changed = apply(model, *args, **options)
-                if narrow is not None:
-                    refuse_documents_that_leak(changed)
+                if narrow is not None and documents_leak(changed):
+                    require_one_document(changed)
             return changed
 
         flag = inspect.Parameter(

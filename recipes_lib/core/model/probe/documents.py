@@ -19,12 +19,6 @@ from recipes_lib.core.model.probe.outcome import TOKENS, TOLERANCE, largest, und
 LEAST = 0.05  # of the largest logit: what 16 bits may differ by, and a leak exceeds
 
 
-def refuse_documents_that_leak(model: Any) -> None:
-    """Let `model` refuse positions that restart, if a document reads the one before it."""
-    if documents_leak(model):
-        require_one_document(model)
-
-
 def require_one_document(model: Any) -> None:
     """Let `model` refuse positions that restart, for as long as it has the attention of now."""
     module = trunk(model)
