@@ -38,22 +38,12 @@ Seen = set[tuple[int, int]]  # places in memory that have been counted
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank holds, in bytes.
+    """What one rank holds, in bytes."""
 
-    `parameters` includes the scales of quantized ones, and `gradients` DDP's buckets. `gathered` is
-    what `fully_shard` keeps whole just now. `buffers` are those of the modules, such as RoPE's.
-    """
-
-    parameters: int
-    gradients: int
+    parameters: int  # with the scales of quantized ones
+    gradients: int  # with DDP's buckets
     states: int
-    gathered: int = 0
-    buffers: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of them together."""
-        return self.parameters + self.gradients + self.states + self.gathered + self.buffers
+    gathered: int = 0  # what `fully_shard` keeps whole just now
 
 
 def rank_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> RankBytes:
@@ -76,7 +66,6 @@ def rank_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
         gradients=_new_bytes(gradients, seen) + _bucket_bytes(model),
         states=_new_bytes(states, seen),
         gathered=_new_bytes(_gathered(split), seen),
-        buffers=_new_bytes(model.buffers(), seen),
     )
 
 

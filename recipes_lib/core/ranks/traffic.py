@@ -3,11 +3,10 @@
     with count_traffic() as traffic:
         step(model, batch)
     traffic.calls       {"all_gather": 9, "reduce_scatter": 5}
-    traffic.bytes       {"all_gather": 2_888_192, …}        of the whole tensors
     traffic.sent        bytes that this rank sends
 
-`bytes` counts the tensor that all ranks have together. What a rank sends of these B
-bytes follows from N ranks in a ring, each of which passes chunks to its neighbour:
+B are the bytes of the tensor that all ranks have together. What a rank sends of them follows from N
+ranks in a ring, each of which passes chunks to its neighbour:
 
     reduce_scatter, all_gather      (N-1)/N x B     N-1 times a chunk of B/N
     all_reduce                    2 (N-1)/N x B     the two above, one after the other
@@ -40,10 +39,9 @@ from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
 
 @dataclass
 class Traffic:
-    """Calls, bytes of the whole tensors, and bytes that this rank sends, by kind."""
+    """Calls, and bytes that this rank sends, by kind."""
 
     calls: dict[str, int] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
     sent_by_kind: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -51,10 +49,9 @@ class Traffic:
         """Bytes that this rank sends, of all kinds."""
         return round(sum(self.sent_by_kind.values()))
 
-    def add(self, kind: str, whole: int, sent: float) -> None:
+    def add(self, kind: str, sent: float) -> None:
         """Enter one call."""
         self.calls[kind] = self.calls.get(kind, 0) + 1
-        self.bytes[kind] = self.bytes.get(kind, 0) + whole
         self.sent_by_kind[kind] = self.sent_by_kind.get(kind, 0) + sent
 
 
@@ -111,7 +108,7 @@ class _Counter(TorchDispatchMode):
             directions, _, _, tensors, *_ = args
             for direction, tensor in zip(directions, tensors):
                 if direction == "isend":
-                    self._traffic.add("send", tensor_bytes(tensor), tensor_bytes(tensor))
+                    self._traffic.add("send", tensor_bytes(tensor))
         return func(*args, **kwargs)
 
     def _enter(self, kind: str, given: dict[str, Any]) -> None:
@@ -126,7 +123,7 @@ class _Counter(TorchDispatchMode):
             tensors = given.get("input", given.get("input_tensors"))
             whole = _bytes_of(tensors)
             sent = whole - _staying(tensors, given.get("input_split_sizes"), whole, group)
-        self._traffic.add(kind, whole, sent)
+        self._traffic.add(kind, sent)
 
 
 def _kind_of(operator: str) -> str | None:
