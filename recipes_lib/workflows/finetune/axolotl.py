@@ -1,4 +1,4 @@
-"""The same run for Axolotl: a file `axolotl/axolotl.yml` in the folder of the run, and its pairs.
+"""The same run for Axolotl: a file `axolotl.yml` in the folder of the run, and its pairs beside it.
 
     write_axolotl(settings, pairs, tokenizer=tokenizer)
 
@@ -25,7 +25,7 @@ from recipes_lib.core.data.chat_template import keeps_all
 from recipes_lib.core.model.default_model import SMOLLM2
 from recipes_lib.workflows.finetune.settings import Settings
 
-FOLDER = "axolotl"
+FOLDER = "axolotl"  # of the pairs, and of what Axolotl will train
 
 
 def write_axolotl(run: Settings, pairs: Sequence[dict[str, Any]], *, tokenizer: Any) -> None:
@@ -42,7 +42,7 @@ def write_axolotl(run: Settings, pairs: Sequence[dict[str, Any]], *, tokenizer: 
     folder.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(lines), encoding="utf-8")
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-    (folder / "axolotl.yml").write_text(text, encoding="utf-8")
+    (folder.parent / "axolotl.yml").write_text(text, encoding="utf-8")
 
 
 def lines_of_messages(pairs: Sequence[dict[str, Any]], tokenizer: Any) -> list[str]:

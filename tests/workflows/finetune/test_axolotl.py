@@ -130,7 +130,7 @@ def test_the_file_names_the_rows_that_were_trained_on(tokenizer, tmp_path):
     turns = [question, said, question, said | {"train": False}]
     rows = [{"prompt": "a", "completion": "b"}, {"messages": turns}]
     write_axolotl(change(output_dir=tmp_path, data_file="mine.jsonl"), rows, tokenizer=tokenizer)
-    config = yaml.safe_load((tmp_path / "axolotl" / "axolotl.yml").read_text())
+    config = yaml.safe_load((tmp_path / "axolotl.yml").read_text())
     (data,) = config["datasets"]
     assert data["message_field_training"] == "train"
     lines = Path(data["path"]).read_text().splitlines()
