@@ -36,13 +36,12 @@ from recipes_lib.report.ladders.edge import Calls
 from recipes_lib.workflows.bench.kernels import now
 
 PAD = 0  # no row is padded
-# The blocks of `templates/tables.j2` that a program fills, where they have other names.
+# The block of `templates/tables.j2` that a program fills, where it has another name.
 BLOCKS = {
-    "architecture": ("architecture", "healing", "norms"),
-    "image_students": ("students",),
-    "int8_images": ("int8",),
-    "inference_peers": ("peers",),
-    "quantization_aware": ("grids",),
+    "image_students": "students",
+    "int8_images": "int8",
+    "inference_peers": "peers",
+    "quantization_aware": "grids",
 }
 
 Content = dict[str, Any]
@@ -76,7 +75,7 @@ def run(
     for found in measured(settings):
         content |= found
         save(path, content)
-        print(*filter(None, tables(name, content)), sep="\n\n", flush=True)
+        print(table(name, content), flush=True)
     save(path, content | {"complete": True})
     print(path)
     return path
@@ -97,16 +96,16 @@ def save(path: Path, content: Content) -> None:
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
-def tables(name: str, content: Content) -> Iterator[str]:
+def table(name: str, content: Content) -> str:
     """What the texts will show of it, as far as it goes."""
     from benchmarks.render import block  # here: it takes long to import
 
     with tempfile.TemporaryDirectory() as folder:
         keep(name, content, facts=content, folder=Path(folder))
-        for key in BLOCKS.get(name, (name,)):
-            # A look at the numbers ends no measurement: a table may want what is not there yet.
-            with contextlib.suppress(Exception):
-                yield block(key, folder=Path(folder))
+        # A look at the numbers ends no measurement: a table may want what is not there yet.
+        with contextlib.suppress(Exception):
+            return block(BLOCKS.get(name, name), folder=Path(folder))
+    return ""
 
 
 # --- programs in turns ----------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_ratios_are_those_of_the_same_turn():
 
 def test_a_place_without_a_run_is_empty(tmp_path):
     """The mistake: a text that advertises what nobody has measured."""
-    for key in ("gpu-01", "headline-01", "table-03", "versus-gpu", "norms", "peers-03", "source"):
+    for key in ("gpu-01", "headline-01", "table-03", "versus-gpu", "peers-03", "source"):
         assert render.block(key, folder=tmp_path) == ""
     assert render.cell("01", "QLoRA", folder=tmp_path) == ""
     assert render.cell("03", "distillation", folder=tmp_path) == ""

@@ -41,6 +41,5 @@ def test_what_was_measured_is_shown_as_the_texts_will_show_it():
     facts = machine_facts() | {"steps": 3, "seeds": [0], "sizes": {"rows": 2, "seq_len": 16}}
     row = {"layers": 2, "hidden": 8, "parameters": 9, "seconds_per_token": 0.1}
     rows = [row | {"losses": [2.5], "beyond_first": [0.0]}]
-    (table,) = study.tables("depths", facts | {"rows": rows})
-    assert "| 2 × 8 | 9 | 2.500 |" in table
-    assert list(filter(None, study.tables("muon", facts))) == [], "there is no run yet"
+    assert "| 2 × 8 | 9 | 2.500 |" in study.table("depths", facts | {"rows": rows})
+    assert study.table("muon", facts) == "", "there is no run yet"

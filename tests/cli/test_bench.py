@@ -18,6 +18,9 @@ def test_bench_prints_keeps_and_draws_both_rows(command, runs):
     rows = json.loads(kept.read_text())["rows"]
     peaks = {row["row"]: row["value"] for row in rows if row["metric"] == "peak_bytes"}
     assert list(peaks) == ["baseline", technique]
+    assert peaks[technique] < peaks["baseline"]
+    losses = [row["value"] for row in rows if row["metric"] == "loss"]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5), "other tokens or weights"
     expected = Bench("tiny-llama", 4, 32, 4, layers=3).predict("baseline").peak
     assert peaks["baseline"] == pytest.approx(expected, rel=0.005)
     assert "loss: on random tokens" in out

@@ -191,15 +191,8 @@ class NormCost(NamedTuple):
 
 
 @torch.no_grad()
-def compare_norms(
-    *,
-    rows: int,
-    hidden: int,
-    dtype: torch.dtype = torch.float32,
-    rounds: int = 20,
-    compiled: bool = True,
-) -> dict[str, NormCost]:
-    """What each way costs on random x [N, D]; LayerNorm, which computes something else, is beside.
+def compare_norms(*, rows: int, hidden: int, rounds: int = 20) -> dict[str, NormCost]:
+    """What each way costs on random x [N, D] in fp32, with LayerNorm, another function, beside.
 
     On Linux the process keeps freed memory from then on. Otherwise each y would be new memory, and
     the system takes longer to hand that out, page by page, than a norm takes to fill it.
@@ -207,13 +200,12 @@ def compare_norms(
     Args:
         rows: take so many that x is larger than the caches, or one to see the price of a call.
         rounds: of taking turns, of which the fastest counts.
-        compiled: False leaves that way out, which takes seconds to compile.
     """
     keep_freed_memory()
     device = machine().device
-    x = torch.randn(rows, hidden, device=device).to(dtype)  # [N, D]
-    weight = torch.rand(hidden, device=device).add(0.5).to(dtype)  # [D]
-    ways = _ways_to_normalize(hidden, compiled=compiled)
+    x = torch.randn(rows, hidden, device=device)  # [N, D]
+    weight = torch.rand(hidden, device=device).add(0.5)  # [D]
+    ways = _ways_to_normalize(hidden)
 
     errors = {name: _error(name, way, x, weight) for name, way in ways.items()}  # it warms up, too
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -222,7 +214,7 @@ def compare_norms(
             start = now()
             ways[name](x, weight)
             seconds[name].append(now() - start)
-    moved = predicted_norm_bytes(rows=rows, hidden=hidden, itemsize=dtype.itemsize, fused=True)
+    moved = predicted_norm_bytes(rows=rows, hidden=hidden, itemsize=x.itemsize, fused=True)
     costs = {}
     for name, times in seconds.items():
         fastest = min(times)  # whatever else runs can only slow one
@@ -230,7 +222,7 @@ def compare_norms(
     return costs
 
 
-def _ways_to_normalize(hidden: int, *, compiled: bool) -> dict[str, NormWay]:
+def _ways_to_normalize(hidden: int) -> dict[str, NormWay]:
     """The ways that are here, by name."""
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
@@ -242,10 +234,8 @@ def _ways_to_normalize(hidden: int, *, compiled: bool) -> dict[str, NormWay]:
     def layer_norm(x: Tensor, weight: Tensor) -> Tensor:
         return functional.layer_norm(x, (hidden,), weight, None, EPS)
 
-    ways = {"plain": plain, "PyTorch": pytorch, "LayerNorm": layer_norm}
-    if compiled:
-        ways["compiled"] = torch.compile(plain)
-    return ways
+    compiled = torch.compile(plain)
+    return {"plain": plain, "PyTorch": pytorch, "LayerNorm": layer_norm, "compiled": compiled}
 
 
 def _error(name: str, way: NormWay, x: Tensor, weight: Tensor) -> float:

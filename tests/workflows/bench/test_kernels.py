@@ -22,12 +22,11 @@ def test_losses_have_the_same_value_and_the_bytes_beside_the_inputs():
     assert costs["ours"].peak_bytes < 0.4 * costs["plain"].peak_bytes
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_every_way_computes_its_norm(dtype, error):
+def test_every_way_computes_its_norm(monkeypatch):
     """The mistake: a rate of bytes that were not moved."""
-    costs = compare_norms(rows=33, hidden=64, dtype=dtype, rounds=2, compiled=False)
-    assert costs.keys() == {"plain", "PyTorch", "LayerNorm"}
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # which takes seconds
+    costs = compare_norms(rows=33, hidden=64, rounds=2)
+    assert costs.keys() == {"plain", "PyTorch", "LayerNorm", "compiled"}
     for cost in costs.values():
-        assert 0 < cost.error < error
-        moved = 2 * 33 * 64 * dtype.itemsize
-        assert cost.bytes_per_second * cost.seconds == pytest.approx(moved)
+        assert 0 < cost.error < 1e-6
+        assert cost.bytes_per_second * cost.seconds == pytest.approx(2 * 33 * 64 * 4)

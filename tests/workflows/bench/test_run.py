@@ -12,18 +12,6 @@ def bench(tmp_path, monkeypatch):
     return Bench("tiny-llama", 4, 32, micro_batches=2)
 
 
-def test_a_ladder_of_two_rows(bench, tmp_path):
-    """The mistake: other tokens or weights in the second row."""
-    ladder = bench.run("gradient_accumulation", rounds=1)
-    baseline, row = ladder.rows
-    assert [baseline.name, row.name] == ["baseline", "gradient_accumulation"]
-    assert row.peak_bytes < baseline.peak_bytes
-    for each in ladder.rows:
-        assert each.prediction_error == pytest.approx(0, abs=0.005)
-    assert row.loss == pytest.approx(baseline.loss, rel=1e-5)
-    assert ladder.path == tmp_path / "bench_gradient_accumulation.json"
-
-
 def test_half_of_each_row_carries_loss(bench):
     """The mistake: a loss in chunks looks better than it is, for it leaves out the other rows."""
     labels = bench.batch(bench.fresh())["labels"]

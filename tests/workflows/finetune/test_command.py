@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model import load_tokenizer, model_of_shape, model_without_weights
@@ -295,18 +294,6 @@ def test_a_base_that_one_device_cannot_hold_is_refused(small_model, pairs, tmp_p
         place(1.9, **two, method="full")
     with pytest.raises(ValueError, match="a row is not divided in 4 bits: take --method lora"):
         place(9, **two, method="qlora", shard=True)
-
-
-def test_a_factor_that_the_positions_count_is_not_counted_again(monkeypatch, small_model, tmp_path):
-    """The mistake: Llama 3.1, whose 131,072 count its factor of 8, seems to take a million."""
-    rope = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
-    config = LlamaConfig(max_position_embeddings=131_072, rope_parameters=rope)
-    monkeypatch.setattr("recipes_lib.workflows.finetune.command.load_config", lambda _: config)
-    run = settings(small_model, tmp_path / "pairs.jsonl", tmp_path / "out")
-    check_positions(run, longest=131_072)
-    with pytest.raises(ValueError, match=r"131073 tokens, .* knows 131072 positions"):
-        check_positions(run, longest=131_073)
 
 
 def test_packing_is_refused_where_documents_are_not_kept_apart():
