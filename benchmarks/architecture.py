@@ -46,7 +46,7 @@ def healing(settings: Settings) -> dict[str, Any]:
     """A trained model with pooled heads, three seeds."""
     steps = settings.healed_steps
     after = steps // 5
-    found = pool_and_heal(kv_heads=1, steps=steps, healing_steps=after, seeds=SEEDS)
+    found = pool_and_heal(steps=steps, healing_steps=after, seeds=SEEDS)
     rows = []
     for seed, losses in zip(SEEDS, found):
         rows.append({"kv_heads": 1, "seed": seed} | losses._asdict())

@@ -1,6 +1,6 @@
 """Which strategy when: the simplest one whose parts of a model fit into a card.
 
-    which_strategy(parameters=8e9, gpus=8, card_bytes=80 * 2**30)   -> "FSDP (ZeRO-3)"
+    which_strategy(parameters=8e9, gpus=2)   -> "FSDP (ZeRO-3)"
 
 A card has to hold its part of the weights, gradients and states, and a reserve for activations. We
 go from the strategy that sends least to the one that keeps least, and take the first that fits:
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from recipes_lib.core.measure.machine import GIB
 
+ROOM = 70 * GIB  # of a card of 80: activations and the framework have the rest
 BLOCKS = 32  # a model's largest unit is about this part of it
 TENSOR_RANKS = 8  # the GPUs of a node, which have the fast links that tensor parallelism needs
 MOST_DATA_PARALLEL = 512  # ranks: beyond them FSDP alone is not taken
@@ -49,22 +50,8 @@ def predicted_bytes_per_rank(*, strategy: str, parameters: float, gpus: int) -> 
     return per_rank[strategy]
 
 
-def which_strategy(
-    *,
-    parameters: float,
-    gpus: int,
-    card_bytes: float = 80 * GIB,
-    reserve_bytes: float = 10 * GIB,
-) -> str:
-    """The first of STRATEGIES that fits.
-
-    Args:
-        parameters: of the model, all trained with AdamW.
-        gpus: how many cards there are.
-        card_bytes: memory of one card.
-        reserve_bytes: what activations and the framework need of it.
-    """
-    room = card_bytes - reserve_bytes
+def which_strategy(*, parameters: float, gpus: int) -> str:
+    """The first of STRATEGIES that fits so many cards, for a model that AdamW trains as a whole."""
     possible = ["one GPU"] if gpus == 1 else ["DDP", "ZeRO-1", "ZeRO-2"]
     if 1 < gpus <= MOST_DATA_PARALLEL:
         possible.append("FSDP (ZeRO-3)")
@@ -72,6 +59,6 @@ def which_strategy(
         possible.append("FSDP × TP")
     for strategy in possible:  # from the one that sends least on
         needed = predicted_bytes_per_rank(strategy=strategy, parameters=parameters, gpus=gpus)
-        if needed <= room:
+        if needed <= ROOM:
             return strategy
     return "does not fit"

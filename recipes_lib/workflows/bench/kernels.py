@@ -79,7 +79,6 @@ def compare_losses(
     hidden: int,
     vocab: int,
     dtype: torch.dtype = torch.float32,
-    chunk_size: int | None = None,
     rounds: int = 3,
 ) -> dict[str, LossCost]:
     """What each way costs, forward and backward, on random hidden states [T, D] and weights [V, D].
@@ -87,7 +86,6 @@ def compare_losses(
     The error is against fp64.
 
     Args:
-        chunk_size: of our chunks; by default as many tokens as `chunked_cross_entropy` takes.
         rounds: of taking turns, of which the fastest counts.
     """
     hidden_states = _random(tokens, hidden, dtype)  # [T, D]
@@ -102,7 +100,7 @@ def compare_losses(
         return loss.detach()
 
     steps = {}
-    for name, way in _ways_to_lose(chunk_size).items():
+    for name, way in _ways_to_lose().items():
         steps[name] = functools.partial(forward_and_backward, way)
     # The peaks come first: they warm up as well.
     found = {name: _peak_beside_inputs(step) for name, step in steps.items()}
@@ -130,16 +128,13 @@ def _exact_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
     return total / len(targets)
 
 
-def _ways_to_lose(chunk_size: int | None) -> dict[str, LossWay]:
+def _ways_to_lose() -> dict[str, LossWay]:
     """The ways that are here, by name."""
 
     def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy((hidden @ weight.T).float(), targets)
 
-    ways = {
-        "plain": plain,
-        "ours": functools.partial(chunked_cross_entropy, chunk_size=chunk_size),
-    }
+    ways = {"plain": plain, "ours": chunked_cross_entropy}
     if hasattr(functional, "linear_cross_entropy"):  # PyTorch 2.13 and newer
         ways["torch"] = _torch_way()
         ways["torch, 256 rows"] = _torch_way(chunking_method=None, batch_chunk_size=256)

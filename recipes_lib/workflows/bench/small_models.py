@@ -132,13 +132,9 @@ class Healing(NamedTuple):
 
 
 def pool_and_heal(
-    *,
-    kv_heads: int = 1,
-    steps: int = 300,
-    healing_steps: int = 60,
-    seeds: Sequence[int] = (0, 1, 2),
+    *, steps: int = 300, healing_steps: int = 60, seeds: Sequence[int] = (0, 1, 2)
 ) -> list[Healing]:
-    """Train the baseline, pool its four heads of keys and values, and train on; one per seed.
+    """Train the baseline, pool its heads of keys and values to one, and train on; one per seed.
 
     The same model trains on without being pooled, on the same text: more steps help that one, too.
     """
@@ -151,7 +147,7 @@ def pool_and_heal(
         train_side_by_side({"trained": model}, batches, steps, RATE)
         whole = copy.deepcopy(model)
         trained = held_out_loss(model, held_out)
-        apply_grouped_query_attention(model, kv_heads=kv_heads)
+        apply_grouped_query_attention(model, kv_heads=1)
         pooled = held_out_loss(model, held_out)
         both = {"pooled": model.train(), "whole": whole.train()}
         batches = _batches(text, first=1000 * seed + steps, count=healing_steps)
