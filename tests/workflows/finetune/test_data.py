@@ -44,13 +44,6 @@ def test_columns_that_the_user_names(tokenizer, tmp_path):
         load_data(tokenizer, run=run_of(path), columns=columns)
 
 
-def test_preferences_are_learnt_elsewhere(tokenizer, tmp_path):
-    """The mistake: half of a preference learnt as an answer."""
-    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 20
-    with pytest.raises(ValueError, match=r"trl\.DPOTrainer.*trl\.GRPOTrainer"):
-        load_data(tokenizer, run=run_of(write(tmp_path / "pairs.jsonl", rows)))
-
-
 def test_every_tenth_pair_is_held_out(tokenizer, tmp_path):
     path = write(tmp_path / "pairs.jsonl", pairs_of(range(40)))
     found = load_data(tokenizer, run=run_of(path))
