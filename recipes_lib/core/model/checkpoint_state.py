@@ -41,18 +41,9 @@ def facts_of(
     parts: Mapping[str, Any],
 ) -> Facts:
     """What a resumed run must share. With weights in parts over ranks, every rank must ask."""
-    weights = {}
-    base = {}
-    for name, parameter in model.named_parameters():
-        name = plain_name(name)
-        if parameter.requires_grad:
-            weights[name] = f"{list(parameter.shape)} in {parameter.dtype}"
-        # Two devices may round the same base to other whole numbers.
-        elif parameter.is_floating_point():
-            base[name] = fingerprint([(name, parameter)])
-    for name, buffer in kept_buffers(model).items():
-        weights[plain_name(name)] = f"{list(buffer.shape)} in {buffer.dtype}"
-    # From here on it may raise. Above, ranks that hold parts wait for each other.
+    # Ranks that hold parts wait for each other in these two, so what may raise comes behind them.
+    weights = what_trains(model)
+    base = what_is_frozen(model)
     facts = {
         "run": dict(run),
         "weights": weights,
@@ -62,6 +53,23 @@ def facts_of(
         "parts": {name: type(part).__name__ for name, part in parts.items()},
     }
     return json.loads(json.dumps(facts))  # as they come back from a file: lists, and no tuples
+
+
+def what_trains(model: nn.Module) -> dict[str, str]:
+    """Shape and dtype of each tensor that a checkpoint holds, by name."""
+    held = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    held |= kept_buffers(model)
+    return {plain_name(name): f"{list(each.shape)} in {each.dtype}" for name, each in held.items()}
+
+
+def what_is_frozen(model: nn.Module) -> dict[str, str]:
+    """A fingerprint of each frozen tensor. Not in 4 bits: two devices may round otherwise."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            name = plain_name(name)
+            found[name] = fingerprint([(name, parameter)])
+    return found
 
 
 def check_same_run(place: Path, *, saved: Facts, given: Facts) -> None:
@@ -74,7 +82,8 @@ def check_same_run(place: Path, *, saved: Facts, given: Facts) -> None:
             names = [name for name in here if name in there]
         for name in names:
             then, now = there.get(name), here.get(name)
-            if then != now:
+            # Also as text: NaN is not equal to itself.
+            if then != now and str(then) != str(now):
                 odd.append(f"{kind} {name}: {then!r} there, {now!r} here")
     if odd:
         raise ValueError(
