@@ -28,9 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.measure.provenance import provenance
-
-RESULTS = Path(__file__).parent / "results"
-BETWEEN = " · "  # the parts of a metric that was nested
+from recipes_lib.report.records import BETWEEN, RESULTS
 
 # Names of fields that hold nothing but their content.
 CONTAINERS = ("rows", "runs", "facts", "pairs")
