@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import distributed
 
-from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import mesh_of
-from recipes_lib.core.ranks.weighted_step import rank_rows
 from recipes_lib.parallel.pipeline_parallel import (
     apply_pipeline_parallel,
     order_of_rank,
@@ -18,21 +16,16 @@ from recipes_lib.parallel.pipeline_parallel.stage import Stage
 from tests.core.refusal import refusal
 from tests.parallel.parity import (
     MAX_NORM,
-    ROWS,
     TOLERANCE,
     Run,
-    counted_tokens,
     global_batch,
     largest_difference,
-    loss_sum,
     of_all_ranks,
     sgd,
     tiny_model,
     train_alone,
 )
 from tests.small_models import as_if_trained, small_model
-
-DEEPER = {"num_hidden_layers": 8}
 
 # --- the orders -----------------------------------------------------------------------------------
 
@@ -72,10 +65,15 @@ def parameters_of_all(pipeline):
     return {name: value for part in parts for name, value in part.items()}
 
 
-def train(schedule, micro_batches, steps, sizes=None):
-    """The steps of `train_alone` in a pipeline. Returns a Run, and the order of the last step."""
-    model = tiny_model(**(sizes or {}))
-    pipeline = apply_pipeline_parallel(model, schedule=schedule, micro_batches=micro_batches)
+def train(schedule, micro_batches, steps, sizes, side_by_side=False):
+    """The steps of `train_alone` in a pipeline. Returns a Run, and the order of the last step.
+
+    `side_by_side`: there are two pipelines of two ranks, each on the whole batch.
+    """
+    mesh = mesh_of(replicate=2, pipeline=2)["pipeline"] if side_by_side else None
+    pipeline = apply_pipeline_parallel(
+        tiny_model(**sizes), mesh=mesh, schedule=schedule, micro_batches=micro_batches
+    )
     optimizer = sgd(pipeline.parameters())
     losses = []
     for step in range(steps):
@@ -108,7 +106,7 @@ def assert_in_order(actions, schedule, ranks, micro_batches):
     ("ranks", "cases", "sizes"),
     [
         (2, [("gpipe", 4), ("1f1b", 8), ("interleaved", 4)], {}),
-        (4, [("1f1b", 8), ("interleaved", 4)], DEEPER),
+        (4, [("1f1b", 8), ("interleaved", 4)], {"num_hidden_layers": 8}),
     ],
 )
 def test_all_schedules_train_like_one_process(ranks, cases, sizes, request):
@@ -122,60 +120,17 @@ def test_all_schedules_train_like_one_process(ranks, cases, sizes, request):
         assert_in_order(actions, schedule, ranks, micro_batches)
 
 
-def train_two_pipelines():
-    """Two pipelines of two ranks side by side, each with half of the rows."""
-    mesh = mesh_of(replicate=2, pipeline=2)
-    pipeline = apply_pipeline_parallel(tiny_model(), mesh=mesh["pipeline"], micro_batches=2)
-    optimizer = sgd(pipeline.parameters())
-    losses = []
-    for step in range(2):
-        batch = global_batch(step)
-        tokens = counted_tokens(batch["labels"])
-        rows = rank_rows(ROWS, mesh=mesh["replicate"])
-        loss = pipeline.step(**{name: ids[rows] for name, ids in batch.items()}, tokens=tokens)
-        for parameter in pipeline.parameters():
-            distributed.all_reduce(parameter.grad, group=mesh.get_group("replicate"))
-        pipeline.clip_gradients(MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(sums_over_ranks(loss, mesh=mesh["replicate"])[0])
-    return Run(losses, parameters_of_all(pipeline))
-
-
-def test_pipelines_side_by_side(four_ranks):
-    """The mistakes: messages to ranks of the other pipeline, a norm of one pipeline's stages."""
-    run = four_ranks.run(train_two_pipelines)
-    assert largest_difference(run, train_alone(steps=2)) < TOLERANCE
-
-
-def accumulate_with_tied_weights():
-    """Two batches in two calls of `step`, then one update. Returns a Run."""
-    pipeline = apply_pipeline_parallel(tiny_model(tie_word_embeddings=True), micro_batches=2)
-    optimizer = sgd(pipeline.parameters())
-    batches = [global_batch(0), global_batch(1)]
-    tokens = sum(counted_tokens(batch["labels"]) for batch in batches)
-    loss = sum(pipeline.step(**batch, tokens=tokens) for batch in batches)
-    pipeline.clip_gradients(MAX_NORM)
-    optimizer.step()
-    return Run([loss], parameters_of_all(pipeline))
-
-
-def test_tied_weights_stay_equal_over_accumulated_batches(two_ranks):
-    """The mistakes: copies that drift apart, earlier gradients added twice, and their norm."""
-    run = two_ranks.run(accumulate_with_tied_weights)
+def test_tied_weights_of_pipelines_side_by_side(four_ranks):
+    """The mistakes: copies that drift apart, or whose gradient the norm has twice; messages to
+    ranks of the other pipeline.
+    """
+    tied = {"tie_word_embeddings": True}
+    run, _ = four_ranks.run(
+        train, schedule="1f1b", micro_batches=4, steps=2, sizes=tied, side_by_side=True
+    )
     head = run.parameters.pop("lm_head.weight")
     torch.testing.assert_close(head, run.parameters["model.embed_tokens.weight"])
-    model = tiny_model(tie_word_embeddings=True)
-    optimizer = sgd(model.parameters())
-    batches = [global_batch(0), global_batch(1)]
-    tokens = sum(counted_tokens(batch["labels"]) for batch in batches)
-    losses = [loss_sum(model(batch["input_ids"]).logits, batch["labels"]) for batch in batches]
-    loss = sum(losses) / tokens
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-    optimizer.step()
-    alone = Run([loss.item()], {name: value.detach() for name, value in model.named_parameters()})
-    assert largest_difference(run, alone) < TOLERANCE
+    assert largest_difference(run, train_alone(steps=2, **tied)) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3"])

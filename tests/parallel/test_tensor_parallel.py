@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from recipes_lib.core.model import model_of_shape
@@ -188,7 +188,7 @@ def norms_of_heads():
 
 
 def look_at_details():
-    """On ranks: what parameters are like after a step, and what a model generates."""
+    """On ranks: what parameters are like after a step."""
     whole = tiny_model()
     for norm in [module for module in whole.modules() if "Norm" in type(module).__name__]:
         norm.weight.requires_grad_(False)
@@ -197,24 +197,12 @@ def look_at_details():
     trained = {name for name, each in model.named_parameters() if each.grad is not None}
     expected = {name for name, each in whole.named_parameters() if each.requires_grad}
     summed = [each.grad.placements == (Replicate(),) for each in norms_of_heads()]
-    ids = global_batch(1)["input_ids"][:2, :5]
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    with torch.no_grad():
-        kept_cut = isinstance(model(**global_batch(0)).logits, DTensor)
-    return {
-        "summed": bool(summed) and all(summed),
-        "frozen": trained == expected,
-        "generates": torch.equal(
-            model.eval().generate(ids, **options), whole.eval().generate(ids, **options)
-        ),
-        "evaluates": kept_cut,
-    }
+    return {"summed": bool(summed) and all(summed), "frozen": trained == expected}
 
 
-def test_norms_and_generation(two_ranks):
+def test_norms(two_ranks):
     """PyTorch's SequenceParallel lets frozen norms train, and leaves each rank a part of a sum."""
-    got = two_ranks.run(look_at_details)
-    assert got == {"summed": True, "frozen": True, "generates": True, "evaluates": True}
+    assert two_ranks.run(look_at_details) == {"summed": True, "frozen": True}
 
 
 # --- the loss of cut logits -----------------------------------------------------------------------

@@ -192,8 +192,9 @@ class Pipeline:
         numbers = range(self.rank, self._all_stages, self.ranks)
         self.stages = nn.ModuleList([Stage(model, number, self._all_stages) for number in numbers])
         tied = causal.get_input_embeddings().weight is causal.get_output_embeddings().weight
-        # Whether this rank has a copy of a weight that another rank has, too.
-        self._tied = tied and self.ranks > 1 and self.rank in (0, self.ranks - 1)
+        # Two ranks have copies of a tied weight, and this may be one of them.
+        self._shared = tied and self.ranks > 1
+        self._tied = self._shared and self.rank in (0, self.ranks - 1)
         drop_all_but(model, self.stages)
         self.clock: Clock | None = None
         self._schedule: Any = None  # PyTorch's, for batches of this shape:
@@ -227,10 +228,9 @@ class Pipeline:
         input_ids: Tensor,
         labels: Tensor,
         *,
-        tokens: int | None = None,
         record: bool = False,
     ) -> float:
-        """Forward and backward of a whole batch. Gradients are added to `.grad`. Returns the loss.
+        """Forward and backward of the whole batch of an optimizer step. Returns the loss.
 
         The loss is the sum over all tokens that count, divided by their number: the same on every
         rank, and the same as without a pipeline.
@@ -238,20 +238,22 @@ class Pipeline:
         Args:
             input_ids: [B, S], the same on every rank.
             labels: [B, S] as transformers takes them: not shifted, IGNORED where nothing counts.
-            tokens: what the sum is divided by, by default the labels of this batch that count; with
-                several pipelines side by side, the number of all of them.
             record: keep begin and end of each action for `recorded`.
         """
         # A rank that differs would wait for messages that nobody sends.
-        agree(input_ids=[*input_ids.shape], labels=[*labels.shape], tokens=tokens, record=record)
+        agree(input_ids=[*input_ids.shape], labels=[*labels.shape], record=record)
         if len(input_ids) % self.micro_batches:
             raise ValueError(
                 f"{len(input_ids)} rows: give a multiple of micro_batches={self.micro_batches}"
             )
+        if self._shared and any(parameter.grad is not None for parameter in self.parameters()):
+            raise ValueError(
+                "there are gradients of an earlier batch, and those of the tied weight would be "
+                "added twice: to accumulate, give more rows in one call, and more micro_batches"
+            )
         # [B, S]: each label in the place of the token that has to predict it.
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        self._tokens = int((targets != IGNORED).sum()) if tokens is None else tokens
-        check_whole(tokens=self._tokens)
+        self._tokens = int((targets != IGNORED).sum())
         if self._shape != input_ids.shape:
             self._schedule = self._schedule_for(*input_ids.shape)
             self._shape = input_ids.shape
@@ -262,10 +264,9 @@ class Pipeline:
         losses: list[Tensor] = []
         if self.rank == self.ranks - 1:
             rest = {"target": targets, "losses": losses}
-        earlier = self._take_tied_gradient()
         # `return_outputs` would keep and join the logits of all micro-batches.
         self._schedule.step(*ids, return_outputs=False, **rest)
-        self._add_tied_gradients(earlier)
+        self._add_tied_gradients()
         total = torch.stack(losses).sum().detach() if losses else torch.zeros(())
         total = total.to(self._device)
         distributed.broadcast(total, group=self._group, group_src=self.ranks - 1)
@@ -329,16 +330,7 @@ class Pipeline:
         """The copy that this rank has: the embedding on rank 0, the output layer on the last."""
         return self.stages[0].embedding.weight if self.rank == 0 else self.stages[-1].head.weight
 
-    def _take_tied_gradient(self) -> Tensor | None:
-        """What earlier steps have left in a tied gradient: it is the sum of both ranks already."""
-        if not self._tied:
-            return None
-        weight = self._tied_weight()
-        earlier = weight.grad
-        weight.grad = None
-        return earlier
-
-    def _add_tied_gradients(self, earlier: Tensor | None) -> None:
+    def _add_tied_gradients(self) -> None:
         """Both copies of a tied weight get the sum of their gradients: the copies stay equal."""
         if not self._tied or not self._tied_weight().requires_grad:
             return
@@ -348,8 +340,6 @@ class Pipeline:
         for work in exchange(weight.grad, theirs, target=other, source=other, group=self._group):
             work.wait()
         weight.grad.add_(theirs)
-        if earlier is not None:
-            weight.grad.add_(earlier)
 
 
 # --- the arithmetic -------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def apply_tensor_parallel(model: Any, *, mesh: DeviceMesh | None = None) -> Any:
     rows, and `model(input_ids=…, labels=…).loss.backward()` is that of the whole model on each of
     them. Parameters and gradients are DTensors: `.full_tensor()` joins the parts, and
     `core.ranks.gradient_norm.clip_gradients` clips them by the norm of the whole. So are logits, a
-    part of the vocabulary on each rank, but for those of `generate`.
+    part of the vocabulary on each rank: to generate, load the saved weights into one process.
 
     Args:
         mesh: of one dimension, such as `mesh_of(data=2, tensor=4)["tensor"]`; by default all ranks.
@@ -114,7 +114,6 @@ def apply_tensor_parallel(model: Any, *, mesh: DeviceMesh | None = None) -> Any:
         # PyTorch has cut one parameter twice, and each copy would learn its own half.
         head.weight = embedding.weight
     model.loss_function = cut_causal_lm_loss
-    model.register_forward_hook(_join_for_generation, with_kwargs=True)
     _check_rows_once(model, mesh)
     return model
 
@@ -156,17 +155,6 @@ def tensor_parallel_plan(model: Any) -> dict[str, ParallelStyle]:
     output = names[model.get_output_embeddings()]
     plan[output] = ColwiseParallel(input_layouts=stream, **by_vocabulary)
     return plan
-
-
-def _join_for_generation(
-    _: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any
-) -> None:
-    """Without labels and gradients somebody looks for the next token, in the whole vocabulary."""
-    asks_for_loss = options.get("labels") is not None
-    if torch.is_grad_enabled() or asks_for_loss or not hasattr(output, "logits"):
-        return
-    if isinstance(output.logits, DTensor):
-        output.logits = output.logits.full_tensor()
 
 
 # --- what would silently train something else, or does not divide ---------------------------------
