@@ -125,9 +125,8 @@ def test_tied_weights_of_pipelines_side_by_side(four_ranks):
     ranks of the other pipeline.
     """
     tied = {"tie_word_embeddings": True}
-    run, _ = four_ranks.run(
-        train, schedule="1f1b", micro_batches=4, steps=2, sizes=tied, side_by_side=True
-    )
+    options = {"schedule": "1f1b", "micro_batches": 4, "steps": 2, "side_by_side": True}
+    run, _ = four_ranks.run(train, sizes=tied, **options)
     head = run.parameters.pop("lm_head.weight")
     torch.testing.assert_close(head, run.parameters["model.embed_tokens.weight"])
     assert largest_difference(run, train_alone(steps=2, **tied)) < TOLERANCE
@@ -158,6 +157,8 @@ def refusals():
     two = {"micro_batches": 2}
     cut = tiny_model()
     pipeline = apply_pipeline_parallel(cut, **two)
+    tied = apply_pipeline_parallel(tiny_model(tie_word_embeddings=True), **two)
+    tied.step(**global_batch(0))
     three = global_batch(0, rows=3)
     of_rank = 2 + 2 * distributed.get_rank()
     interleaved = {"schedule": "interleaved"}
@@ -171,6 +172,7 @@ def refusals():
         "family": refusal(apply_pipeline_parallel, small_model("Gemma2"), **two),
         "twice": refusal(apply_pipeline_parallel, cut, **two),
         "rows": refusal(pipeline.step, **three),
+        "earlier": refusal(tied.step, **global_batch(1)),
         "ranks differ": refusal(apply_pipeline_parallel, tiny_model(), micro_batches=of_rank),
     }
 
@@ -183,4 +185,5 @@ def test_what_cannot_work_is_refused_on_every_rank(two_ranks):
     assert "the family 'gemma2' cannot be cut into stages" in found["family"]
     assert "a pipeline has its stages already" in found["twice"]
     assert "3 rows: give a multiple of micro_batches=2" in found["rows"]
+    assert "gradients of an earlier batch" in found["earlier"]
     assert "micro_batches: rank 0 gives 2, rank 1 gives 4" in found["ranks differ"]
