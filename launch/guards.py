@@ -55,16 +55,6 @@ def refuse_settings_of_accelerate() -> None:
         )
 
 
-def require_gpu_for_each_rank(device_type: str) -> None:
-    """Refuse two ranks of this machine that would share a GPU, which NCCL refuses late."""
-    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    if device_type == "cuda" and ranks > torch.cuda.device_count():
-        raise ValueError(
-            f"{ranks} ranks on a machine with {torch.cuda.device_count()} visible GPU(s): give "
-            f"torchrun a smaller --nproc-per-node, see CUDA_VISIBLE_DEVICES, or use --device cpu"
-        )
-
-
 # --- when they have found each other --------------------------------------------------------------
 
 

@@ -247,7 +247,6 @@ def main() -> None:
     options = read_options()
     guards.refuse_settings_of_accelerate()
     guards.require_torchrun(options.ranks)
-    guards.require_gpu_for_each_rank(options.device)
     require_own_store()
     device = join_the_ranks(options.device)
     try:

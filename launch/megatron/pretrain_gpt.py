@@ -236,7 +236,6 @@ def main() -> None:
     """Read the options, and train on one GPU for each rank."""
     options = read_options()
     guards.require_torchrun(options.ranks)
-    guards.require_gpu_for_each_rank("cuda")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -1,15 +1,12 @@
 """What a notebook installs on a machine that has a PyTorch already."""
 
 import subprocess
-import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from recipes_lib.core import set_up
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -46,16 +43,3 @@ def test_the_installed_torch_stays(monkeypatch, pip, version, constraints):
     ((command, given),) = pip
     assert "/code[notebooks]" in command
     assert given == constraints
-
-
-def test_an_old_torch_gets_a_sentence(monkeypatch, pip):
-    installed(monkeypatch, "2.8.0+cu126")
-    with pytest.raises(ValueError, match=r"torch 2\.8\.0\+cu126 .* 2\.9 or newer.*restart"):
-        set_up.install(Path("/code"), extra="notebooks")
-    assert pip == []
-
-
-def test_the_oldest_torch_is_that_of_the_project():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    oldest = ".".join(map(str, set_up.OLDEST_TORCH))
-    assert f"torch>={oldest}" in project["dependencies"]

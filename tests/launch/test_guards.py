@@ -40,17 +40,6 @@ def test_settings_that_nobody_reads_are_refused(monkeypatch):
         guards.refuse_settings_of_accelerate()
 
 
-def test_ranks_that_would_share_a_gpu_are_refused(torchrun, monkeypatch):
-    guards.require_gpu_for_each_rank("cpu")
-    monkeypatch.setattr(torch.cuda, "device_count", one)
-    with pytest.raises(ValueError, match=r"2 ranks on a machine with 1 visible GPU"):
-        guards.require_gpu_for_each_rank("cuda")
-
-
-def one():
-    return 1
-
-
 def rows_of_ranks():
     """On a rank: what is said about rows that are the same on all ranks, and others."""
     same = torch.arange(6).view(2, 3)

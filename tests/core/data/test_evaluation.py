@@ -211,8 +211,6 @@ def test_a_quality_that_would_be_another_one_is_refused(llama):
     """The mistake: all tokens at once in place of one by one, and a NaN that compares as equal."""
     with pytest.raises(ValueError, match="is no decoder"):
         decode_quality(llama, DOCUMENTS, token_by_token=True)
-    with pytest.raises(ValueError, match=r"documents\[0\] has 2049 tokens, .* 2048 positions"):
-        decode_quality(llama, [[1] * 2049])
     llama.lm_head.weight.data[5] = math.nan
     with pytest.raises(ValueError, match="not finite"):
         decode_quality(llama, DOCUMENTS)
