@@ -4,16 +4,16 @@
 that of an exact account of live storages (`live_bytes.py`).
 
 allocator_peak  peak bytes of tensors where compiled code makes them
+device_speed  how fast this device multiplies matrices and reads memory: the limits of a step
 dry_run  tensors without data: a step on shapes alone, which costs no memory
+dry_values  what a step without data may know: the integers of its batch
+free_memory  what is free on the device, the host and in the container, and what the process keeps
 live_bytes  an exact account of the bytes of live tensors
 machine  what am I running on: device, memory, native bf16, versions, tier
-free_memory  what is free on the device, the host and in the container, and what the process keeps
 peak_memory  the peak bytes inside a block of code
-device_speed  how fast this device multiplies matrices and reads memory: the limits of a step
 provenance  where results are written, and what stands beside each: machine, versions, commit
 step_cost  what a step costs; several steps in turns
 timeline  memory over time: live bytes by kind and phase
-dry_values  what a step without data may know: the integers of its batch
 """
 
 from recipes_lib.core.measure.dry_run import dry, dry_run

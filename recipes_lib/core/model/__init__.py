@@ -3,6 +3,8 @@
 `load_model()` gives SmolLM2-135M-Instruct, without a login (`default_model.py`). Any hub id or
 local folder works too. `model_of_shape("llama-3.1-8b")` gives random weights of that shape.
 
+bytes_of_tensors  bytes of tensors, parameters and optimizer states
+caches_of_checkpointed_blocks  a block that runs twice must not fill a KV cache twice
 causal_lm  what a causal language model is here, and where its parts are
 checkpoint_state  what all checkpoints share: the facts of a run, random states, the last rename
 chunked_loss  losses whose logits exist for a chunk of tokens at a time: plan, gradients
@@ -18,12 +20,10 @@ marks  what techniques leave on parameters and blocks for each other
 mixins  mix a class into one module of a model, and take it out again
 output_layer  a causal LM up to its output layer, for losses that make the logits
 probe  a technique proves itself on the model that it is given, or leaves it as it was
-caches_of_checkpointed_blocks  a block that runs twice must not fill a KV cache twice
 recomputed_parts  a part of a block in parts of its own, each once more in backward
 recurrence_kernels  which kernels the recurrences of a hybrid model want, and which are missing
 second_derivatives  a backward written by hand refuses create_graph=True
 shapes  the sizes of public models, and random weights of them
-bytes_of_tensors  bytes of tensors, parameters and optimizer states
 trainable  what an optimizer is given: the parameters of a model that train
 vocabulary  the tokens that a table holds, those that are added, those at which a model stops
 """

@@ -29,13 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from recipes_lib.core.data import IGNORED
+from recipes_lib.core.data import IGNORED, Batch
 from recipes_lib.core.model.output_layer import at_least_fp32
 from recipes_lib.core.ranks import group_device, rank, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 
-Batch = dict[str, torch.Tensor]
 LossSum = Callable[[Any, Batch], torch.Tensor]
 
 # --- rows and tokens ------------------------------------------------------------------------------
