@@ -18,14 +18,14 @@ from recipes_lib.core.model import SHAPES, load_model, load_tokenizer, model_of_
 CHARACTERS = 1_000_000  # always the same part of the text, however many steps a run has
 
 
-def make_model(name: str, *, device: str, seed: int = 0) -> Any:
+def make_model(name: str, *, device: str) -> Any:
     """The model of that name in fp32: `smollm2`, a folder, a hub id, or a shape of `SHAPES`.
 
-    A shape gets random weights. The seed makes the random weights of all ranks equal.
+    A shape gets random weights, the same ones on all ranks.
     """
     if name not in SHAPES:
         return load_model(name, device=device)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return model_of_shape(name, device=device)
 
 
