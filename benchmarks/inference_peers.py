@@ -113,7 +113,6 @@ def _content(row: Row, beside: Row | None) -> dict[str, Any]:
     peer = row.peer
     content = {
         "name": peer.name,
-        "program": peer.program,
         "version": row.loaded.version,
         "bits": peer.bits,
         "decode_ms": spread(row.decode),

@@ -43,7 +43,7 @@ def llama_cpp_formats() -> list[Peer]:
     peers = []
     for name, (bits, beside) in FORMATS.items():
         load = partial(load_llama_cpp, name)
-        peers.append(Peer(f"llama.cpp, {name}", "llama.cpp", bits, load, beside))
+        peers.append(Peer(f"llama.cpp, {name}", bits, load, beside))
     return peers
 
 

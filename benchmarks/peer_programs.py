@@ -24,7 +24,6 @@ from recipes_lib.precision.int4 import apply_int4
 from recipes_lib.precision.int8 import apply_int8
 from recipes_lib.precision.sixteen_bit_weights import apply_sixteen_bit_weights
 
-OURS = "this library"
 OUTLIERS = 6.0  # LLM.int8() keeps columns with larger activations in 16 bits
 
 
@@ -49,7 +48,6 @@ class Peer:
     """A row of the table. `beside` names the row of ours with as many bits per weight."""
 
     name: str
-    program: str
     bits: int
     load: Callable[[], Loaded]
     beside: str | None = None
@@ -172,7 +170,7 @@ def programs_on_pytorch() -> list[Peer]:
     ]
     peers = []
     for name, bits, change in ours:
-        peers.append(Peer(f"ours, {name}", OURS, bits, partial(load_ours, change)))
+        peers.append(Peer(f"ours, {name}", bits, partial(load_ours, change)))
     with_torchao = partial(load_transformers, bf16, package="torchao")
     by_generate = {
         "transformers, fp32": (32, partial(load_transformers, fp32), "fp32"),
@@ -194,7 +192,5 @@ def programs_on_pytorch() -> list[Peer]:
         ),
     }
     for name, (bits, load, beside) in by_generate.items():
-        library, _, _ = name.partition(",")
-        program = ", ".join(dict.fromkeys([library, "transformers"]))
-        peers.append(Peer(name, f"{program} generate", bits, load, f"ours, {beside}"))
+        peers.append(Peer(name, bits, load, f"ours, {beside}"))
     return peers

@@ -84,6 +84,7 @@ def axolotl_config(run: Settings, *, tokenizer: Any) -> dict[str, Any]:
     Raises ValueError for what Axolotl changes in silence or fails on.
     """
     _check_axolotl_can(run, tokenizer)
+    micro_batches = run.rows_per_step // (run.micro_batch_size * run.processes)
     template = {"chat_template": "tokenizer_default"}
     if run.chat_template:
         template = {"chat_template": "jinja", "chat_template_jinja": tokenizer.chat_template}
@@ -114,9 +115,9 @@ def axolotl_config(run: Settings, *, tokenizer: Any) -> dict[str, Any]:
         "gradient_checkpointing": run.gradient_checkpointing,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "micro_batch_size": run.micro_batch_size,
-        "gradient_accumulation_steps": run.micro_batches,
+        "gradient_accumulation_steps": micro_batches,
         "max_steps": run.steps,
-        "save_steps": run.steps_between_checkpoints,
+        "save_steps": run.save_steps,
         "logging_steps": 1,
         "optimizer": run.optimizer,
         "learning_rate": run.learning_rate,

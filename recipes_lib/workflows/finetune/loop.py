@@ -196,7 +196,7 @@ def micro_batches(
 def keeps_checkpoint(number: int, *, run: Settings) -> bool:
     """Whether a checkpoint follows optimizer step `number`, from 0."""
     done = number + 1
-    return done == run.steps or done % run.steps_between_checkpoints == 0
+    return done == run.steps or done % run.save_steps == 0
 
 
 # --- what the loop is made of ---------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Settings:
     precision: str
     gradient_checkpointing: bool = False
     seed: int = 0
-    save_steps: int | None = None  # None: only after the last step
+    save_steps: int = 10  # between checkpoints; one more follows the last step
     report_to: str = "none"
 
     def __post_init__(self) -> None:
@@ -77,15 +77,14 @@ class Settings:
         object.__setattr__(self, "add_tokens", list(self.add_tokens))
         for name, allowed in CHOICES.items():
             check_choice(allowed, **{name: getattr(self, name)})
-        for name in ("rank", "steps", "rows_per_step", "micro_batch_size", "processes", "seq_len"):
+        whole = ("rank", "steps", "rows_per_step", "micro_batch_size", "processes", "seq_len")
+        for name in (*whole, "save_steps"):
             check_whole(**{name: getattr(self, name)})
         check_whole(least=0, most=self.steps - 1, warmup_steps=self.warmup_steps)
         check_whole(least=0, seed=self.seed)
         check_number(above=0, alpha=self.alpha, learning_rate=self.learning_rate)
         check_number(least=0, below=1, dropout=self.dropout)
         check_number(least=0, max_grad_norm=self.max_grad_norm)
-        if self.save_steps is not None:
-            check_whole(save_steps=self.save_steps)
         if self.shard and self.processes == 1:
             raise ValueError("shard=True, processes=1: start several with torchrun")
         if self.shard and "8bit" in self.optimizer:
@@ -113,13 +112,3 @@ class Settings:
         if isinstance(self.data_file, str | Path):
             return [str(self.data_file)]
         return [str(path) for path in self.data_file]
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of one optimizer step in each process."""
-        return self.rows_per_step // (self.micro_batch_size * self.processes)
-
-    @property
-    def steps_between_checkpoints(self) -> int:
-        """`save_steps`, or all steps where none are named."""
-        return self.save_steps or self.steps

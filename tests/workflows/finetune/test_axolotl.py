@@ -72,9 +72,12 @@ def tokenizer():
 
 
 def test_what_axolotl_would_choose_otherwise(tokenizer):
-    """The mistake: long rows cut, prompts learnt, dropout skipped by a fused kernel."""
-    config = axolotl_config(change(dropout=0.1), tokenizer=tokenizer)
+    """The mistakes: long rows cut, prompts learnt, dropout skipped by a fused kernel; the
+    micro-batches of all processes on each."""
+    run = change(dropout=0.1, processes=3, rows_per_step=12)
+    config = axolotl_config(run, tokenizer=tokenizer)
     wanted = {
+        "gradient_accumulation_steps": 2,
         "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",  # "smollm2" is a name of ours
         "excess_length_strategy": "drop",
         "train_on_inputs": False,
