@@ -100,11 +100,11 @@ def test_the_folder_holds_all_that_was_promised(whole, small_model):
     folder, losses, printed = whole
     assert sorted(losses) == list(range(STEPS))
     files = {path.name for path in folder.iterdir()}
-    assert files == {"adapter", "log", CHECKPOINT, "axolotl"}
+    assert files == {"adapter", "log", CHECKPOINT, "axolotl", "axolotl.yml"}
     assert "held-out loss" in (folder / "adapter" / "README.md").read_text()
     assert "too few to rely on" in printed  # of 4 rows
     assert "36 rows to train on, 4 held out" in printed
-    axolotl = (folder / "axolotl" / "axolotl.yml").read_text()
+    axolotl = (folder / "axolotl.yml").read_text()
     assert f"path: {folder}/axolotl/train.jsonl" in axolotl
 
 
