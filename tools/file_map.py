@@ -1,9 +1,6 @@
-"""Write docs/file-map.md from the tables in the package's `__init__.py` files.
+"""Write docs/file-map.md from the tables in the package's `__init__.py` files: make texts.
 
-    python -m tools.file_map
-
-Every folder of the package has a docstring with one line per file. The map is these tables, in the
-order of the floors, with a link to each file.
+The map is these tables, in the order of the floors, with a link to each file.
 """
 
 from __future__ import annotations
@@ -33,7 +30,9 @@ those below it.
 | [notebooks/source](../notebooks/source) | the notebooks as text: the only form edited by hand |
 | [benchmarks](../benchmarks) | measures, records and renders numbers; `results` holds the runs |
 | [tests](../tests) | mirrors the package; beside it tests of the rules, notebooks and pages |
-| [tools](../tools) | looks after the repository: its address, the readers' copies, this map |
+| [scripts](../scripts) | the best recipe of a notebook as one training script |
+| [launch](../launch) | trainings on many ranks: torchrun, accelerate, SLURM, Megatron |
+| [tools](../tools) | writes this map |
 | [docs](.) | these pages |
 """
 

@@ -49,7 +49,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # guards.py and text.
 import guards
 import text
 
-TOKENIZER = "smollm2"  # where its tokens are in the vocabulary of the shape; else bytes
 FUSED = importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -212,7 +211,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     model_parallel_cuda_manual_seed(0)
     model = make_model(options, device)
     optimizer = make_optimizer(model, options)
-    tokens = text.make_tokens(tokenizer_for(options.shape))
+    tokens = text.make_tokens(options.shape)  # bytes: a shape has no tokenizer
     for step in range(options.steps):
         began = time.perf_counter()
         # One token more than a row has: each is predicted from those before it.
@@ -222,13 +221,6 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         # The last rank is always on the last stage, where the loss is known.
         if dist.get_rank() == dist.get_world_size() - 1:
             print(f"step {step + 1:4d}   loss {loss:.6f}   {speed:,.0f} tokens/s", flush=True)
-
-
-def tokenizer_for(shape: str) -> str:
-    """The name by which `text.make_tokens` finds tokens that the shape has an embedding for."""
-    if SHAPES[shape].vocabulary >= SHAPES["smollm2-135m"].vocabulary:
-        return TOKENIZER
-    return shape
 
 
 @record  # a failing rank leaves its traceback in the summary that torchrun prints
