@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser, get_constant_schedule_with_warmup
 
+from recipes_lib.architecture.rope import apply_rope_scaling
 from recipes_lib.attention.flash import apply_flash_attention
 from recipes_lib.core.data.corpus import load_text
 from recipes_lib.core.measure import PeakMemory
@@ -65,6 +66,9 @@ def main(settings: Settings) -> None:
     # The model, and what makes room for the tokens.
     precision = mixed_precision()
     model = load_model(settings.model, dtype=torch.float32)
+    positions = model.config.max_position_embeddings
+    if settings.length > positions:  # beyond them nothing else raises an error
+        apply_rope_scaling(model, kind="yarn", factor=settings.length / positions)
     apply_flash_attention(model)  # no table of scores [S, S]
     apply_chunked_cross_entropy(model)  # no table of logits [S, V]
     apply_tiled_mlp(model, norms=True)  # MLPs see some tokens at a time

@@ -32,6 +32,7 @@ from recipes_lib.report.style import INK, MARK, measured_here
 
 DPI = 110
 WIDTH = 8.4  # inches of a chart
+NARROW = 5.2  # of one whose words can also be read on a phone
 POINTS = 72  # per inch
 COLORS = 64  # of a picture
 
@@ -89,6 +90,7 @@ def new_figure(
     title: str,
     *,
     height: float = 3.4,
+    width: float = WIDTH,
     source: str | None = None,
     key: dict[str, str] | None = None,
     marks: Sequence[Any] = (),
@@ -99,6 +101,7 @@ def new_figure(
     Args:
         title: the message, in one sentence.
         height: inches, without the key.
+        width: inches; NARROW for phones.
         source: where the numbers are from. None: measured on this machine, today.
         key: what the colours mean.
         marks: further entries of the key, as artists with a label.
@@ -107,16 +110,16 @@ def new_figure(
     mpl.rcParams.update(LOOK)
     handles = [Patch(color=color, label=name) for name, color in (key or {}).items()]
     handles += marks
-    fit_in_a_line = sum(text_width(each.get_label(), 9) + 45 for each in handles) < WIDTH * POINTS
-    columns = max(len(handles), 1) if fit_in_a_line else 4
+    fit_in_a_line = sum(text_width(each.get_label(), 9) + 45 for each in handles) < width * POINTS
+    columns = max(len(handles), 1) if fit_in_a_line else round(width / 2)
     height += 0.22 * math.ceil(len(handles) / columns)
-    figure = Chart(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+    figure = Chart(figsize=(width, height), dpi=DPI, layout="constrained")
     figure.message = title
     # Title and key are one box: the layout keeps room for one at each edge.
     box = figure.legend(
         handles=handles,
         loc="outside upper left",
-        title=textwrap.fill(title, 84),
+        title=textwrap.fill(title, round(10 * width)),
         title_fontproperties={"weight": "bold", "size": 12},
         alignment="left",
         ncols=columns,
@@ -129,7 +132,7 @@ def new_figure(
     if source is None:
         source = measured_here()
     if source:
-        figure.supxlabel(textwrap.fill(source, 140), x=0.005, ha="left", fontsize=8)
+        figure.supxlabel(textwrap.fill(source, round(16.6 * width)), x=0.005, ha="left", fontsize=8)
     return figure, figure.subplots(**subplots)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes_lib.report.charts.figure import Chart, name_at_right, new_figure, set_up
+from recipes_lib.report.charts.figure import WIDTH, Chart, name_at_right, new_figure, set_up
 from recipes_lib.report.style import DASHES, LINES
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]  # (x, y) from left to right, by name
@@ -20,6 +20,7 @@ def lines(
     title: str,
     source: str | None = None,
     dots: bool = True,
+    width: float = WIDTH,
     **settings: Any,
 ) -> Chart:
     """Draw one line per curve; the first is what the others are compared with.
@@ -28,9 +29,10 @@ def lines(
         title: the message.
         source: where the numbers are from; by default this machine and today.
         dots: mark each point, too.
+        width: inches; NARROW for phones.
         settings: of `Axes.set`: xlabel, ylabel, xscale, ylim and so on.
     """
-    figure, axes = new_figure(title, source=source)
+    figure, axes = new_figure(title, source=source, width=width)
     draw_lines(axes, curves, dots=dots, **settings)
     return figure
 

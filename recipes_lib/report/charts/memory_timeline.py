@@ -32,6 +32,7 @@ def timeline_chart(
     title: str,
     predicted: Mapping[str, Timeline] | None = None,
     both_towers: bool = False,
+    width: float = WIDTH,
     source: str | None = None,
 ) -> Chart:
     """Draw the live bytes of one step per panel, on one scale.
@@ -45,6 +46,7 @@ def timeline_chart(
         title: the message.
         predicted: timelines by the same names: a dashed line over those that were measured.
         both_towers: mark the end of backward like the peak.
+        width: inches; NARROW for phones.
         source: where the numbers are from; by default this machine and today.
     """
     predicted = predicted or {}
@@ -55,6 +57,7 @@ def timeline_chart(
     figure, panels = new_figure(
         title,
         height=2.3 * len(timelines) + 0.6,
+        width=width,
         key={kind: KIND_COLORS[kind] for kind in KINDS},
         marks=marks,
         source=source,
@@ -148,7 +151,7 @@ def _draw_prediction(axes: Any, predicted: Timeline, measured: Timeline, unit: U
 
 def _name_phases(axes: Any, each: Timeline) -> None:
     """Shade every second phase, and name those that are wide enough."""
-    room = 0.85 * WIDTH * POINTS
+    room = 0.85 * axes.figure.get_figwidth() * POINTS
     width = max(_places(each)[-1], 1)
     for number, (phase, begin, end) in enumerate(_spans(each)):
         if number % 2:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import LogLocator
-
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.report.charts.figure import new_figure, set_up
+from recipes_lib.report.charts.figure import NARROW, new_figure, set_up
 from recipes_lib.report.ladder import Column, Ladder, Row
 from recipes_lib.report.style import FACTOR, INK, RECIPE, WHOLE, measured_here
 
@@ -90,7 +88,8 @@ class LengthLadder(Ladder):
         shortest = self.rows[0].tokens
         longest = max(row.tokens for row in self.rows)
         title = title or f"The longest text that fits: {longest:,} tokens"
-        figure, axes = new_figure(title, height=0.42 * len(self.rows) + 1, source=counted_here())
+        height = 0.42 * len(self.rows) + 1
+        figure, axes = new_figure(title, height=height, width=NARROW, source=counted_here())
         for number, row in enumerate(self.rows):
             color = RECIPE if number else INK
             axes.plot([shortest / 2, row.tokens], [-number, -number], color=color, linewidth=3)
@@ -99,8 +98,9 @@ class LengthLadder(Ladder):
             place = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
             axes.annotate(words, (row.tokens, -number), fontsize=12, color=color, **place)
         set_up(axes, xscale="log", xlabel="tokens; each mark is ten times the one before")
-        axes.set_xlim(shortest / 2, 10 * longest)  # room for the words
-        axes.xaxis.set_major_locator(LogLocator())
+        axes.set_xlim(shortest / 2, 150 * longest)  # room for the words
+        tens = [10**power for power in range(1, 10)]
+        axes.set_xticks([ten for ten in tens if shortest / 2 < ten < longest])
         axes.xaxis.set_major_formatter("{x:,.0f}")
         names = [row.name for row in self.rows]
         axes.set_yticks([-number for number in range(len(names))], names, fontsize=12)
