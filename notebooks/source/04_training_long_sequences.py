@@ -110,19 +110,23 @@ cpu = dict(
     short=2048,  # tokens of a real step, without the five lines and with them
     long=16384,  # tokens of a real step with them
     cost=4096,  # tokens at which the rows are timed
-    along=(2048, 4096, 8192),  # lengths at which one block is timed
-    window=512,  # of the longest of them
+    along=(2048, 4096, 8192, 16384),  # lengths at which one block is timed
+    read=8192,  # tokens at which attention alone is timed
+    window=512,  # of them
     rounds=2,  # of turns on the clock
     trained="smollm2",  # the model whose losses say something
     cards=("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"),  # shapes for the cards
 )
 gpu16 = cpu | dict(shape="llama-3.2-1b", layers=4, limit=11 * GIB, common=1024)
 gpu16 |= dict(tile=512, cost=16384, along=(8192, 16384, 32768, 65536))
+gpu16 |= dict(read=65536, window=4096)
 gpu24 = gpu16 | dict(layers=None, limit=14 * GIB)
 # Continuous integration checks that the code works, not how much it saves.
 brief = cpu | dict(shape="tiny-smollm2", trained="tiny-smollm2", limit=200 * 2**20)
 brief |= dict(common=32, grows=256, tile=16, short=256, long=512, cost=256)
-brief |= dict(window=128, along=(64, 256, 1024), rounds=1, cards=("tiny-smollm2",))
+brief |= dict(
+    read=1024, window=64, along=(64, 256, 1024), rounds=1, cards=("tiny-smollm2",)
+)
 sizes = choose_sizes(cpu=cpu, gpu16=gpu16, gpu24=gpu24, gpu80=gpu24, fast=brief)
 sizes
 
@@ -970,73 +974,54 @@ timeline_chart(
 #
 # ## Time is the next limit
 #
-# A token reads all tokens before it, so seconds per token should be a straight line in S. Is it one? One block of the last two rows, the fastest turn of each length:
+# A token reads all tokens before it, so seconds per token should be a straight line in S. Is it one? One block of the last row, the fastest turn of each length:
 
 # %%
-one_block = {
-    row: ways[row].adapt(model_of_shape(sizes.shape, layers=1, dtype=dtype))
-    for row in ("the five lines", "everything combined")
-}
+one_block = everything(model_of_shape(sizes.shape, layers=1, dtype=dtype))
 
 
-def through_one_block(row, tokens):
-    with ways[row].precision():
-        outputs = one_block[row].base_model(input_ids=text_of(tokens), use_cache=False)
-        summed = outputs.last_hidden_state.sum()
-    summed.backward()
-    one_block[row].zero_grad()
+def through_one_block(tokens):
+    outputs = one_block.base_model(input_ids=text_of(tokens), use_cache=False)
+    outputs.last_hidden_state.sum().backward()
+    one_block.zero_grad()
     synchronize()
 
 
-turns = {}
-for row in one_block:
-    through_one_block(row, sizes.along[0])  # warms up
-    for tokens in sizes.along:
-        turns[row, tokens] = partial(through_one_block, row, tokens)
-turns = in_turns(turns, rounds=sizes.rounds)
-loss_per_token = beside["ours"].seconds / sizes.common
-
-
-def seconds_per_token(row):
-    """Of a step of all blocks: a function of its tokens, and how far it misses one block."""
-    times = {tokens: min(turns[row, tokens]) / tokens for tokens in sizes.along}
-    slope, start = numpy.polyfit([*times], [*times.values()], deg=1)
-    misses = []
-    for tokens, measured in times.items():
-        on_the_line = start + slope * tokens
-        misses.append(abs(on_the_line / measured - 1))
-        print(f"{row}, {tokens:>6,} tokens: {1e6 * measured:4.0f} µs", end=" ")
-        print(f"per token and block, on the line {1e6 * on_the_line:4.0f}")
-
-    def of_all_blocks(tokens):
-        return blocks_here * (start + slope * tokens) + loss_per_token
-
-    return of_all_blocks, max(misses)
-
-
-in_five_lines, miss_of_five = seconds_per_token("the five lines")
-in_everything, miss = seconds_per_token("everything combined")
-expected_seconds = sizes.long * in_five_lines(sizes.long)
-real_seconds = real["five lines", sizes.long]["seconds"]
-print(f"the real step of {sizes.long:,} tokens: {real_seconds:.0f} s,", end=" ")
-print(f"by the line {expected_seconds:.0f}")
+through_one_block(sizes.along[0])  # warms up
+turns = in_turns(
+    {tokens: partial(through_one_block, tokens) for tokens in sizes.along},
+    rounds=sizes.rounds,
+)
+per_token = {tokens: min(each) / tokens for tokens, each in turns.items()}
+slope, start = numpy.polyfit([*per_token], [*per_token.values()], deg=1)
+misses = []
+for tokens, measured in per_token.items():
+    on_the_line = start + slope * tokens
+    misses.append(abs(on_the_line / measured - 1))
+    print(
+        f"{tokens:>7,} tokens: {1e6 * measured:5.0f} µs per token and block,", end=" "
+    )
+    print(f"on the line {1e6 * on_the_line:5.0f}")
 
 plain_step, _ = step_of("flash attention", a_model())
-plain_turns = in_turns({"plain": partial(plain_step, sizes.common)}, rounds=2)
+turns = in_turns({"plain": partial(plain_step, sizes.common)}, rounds=sizes.rounds)
 del plain_step
-short = min(plain_turns["plain"]) / sizes.common
-long = in_everything(longest)
-holds = max(miss, miss_of_five) < 0.1  # else it says nothing of longer texts
+short = min(turns["plain"]) / sizes.common
+loss_per_token = beside["ours"].seconds / sizes.common
+long = blocks_here * (start + slope * longest) + loss_per_token
+holds = max(misses) < 0.1  # else it says nothing of longer texts
 print(f"{sizes.common:,} tokens, plain step: {1e3 * short:.1f} ms per token")
 if holds:
-    print(f"{longest:,} tokens, everything combined: {1e3 * long:.0f} ms", end=" ")
-    print(f"by the line, {long / short:.0f}× as long, {longest * long / 3600:.1f} h")
-    tokens = ladder["the five lines"].tokens
-    hours = tokens * in_five_lines(tokens) / 3600
-    print(f"{tokens:,} tokens, the five lines: {hours:.1f} h a step")
+    beyond = longest / max(sizes.along)
+    print(f"{longest:,} tokens, by the line: {1e3 * long:.0f} ms per token,", end=" ")
+    print(f"about {long / short:.0f}× as long; {beyond:.0f}× beyond the last length")
+    print(f"one step of {longest:,} tokens: about {longest * long / 3600:.1f} hours")
+for (which, tokens), step in real.items():
+    print(f"{which}, {tokens:,} tokens in bf16:", end=" ")
+    print(f"{1e3 * step['seconds'] / tokens:.1f} ms per token, in the real step")
 
 # %% [markdown]
-# Nearly: where the ends lie above the line and the middle below it, longer texts take more time than it says. It has neither disk nor optimizer in it. Steps of the longest texts take hours here: time stops you before memory does.
+# Nearly: where both ends lie above the line and the middle lies below it, longer texts take more time than it says. It has neither disk nor optimizer in it, and the steps have. Time stops you before memory does.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
@@ -1245,7 +1230,7 @@ patterns |= {"window and 4 sinks": in_window | sinks, "block-sparse": sparse}
 pattern_chart(patterns, title="Reading less: which keys each query reads")
 
 # %%
-tokens = max(sizes.along)
+tokens = sizes.read
 qkv = []
 key_heads = weightless.config.num_key_value_heads
 for count in (weightless.config.num_attention_heads, key_heads, key_heads):
@@ -1417,14 +1402,14 @@ ladder.note(
     switches=switches,
     away_bytes=away_bytes,
     slopes=slopes,
-    local={"tokens": max(sizes.along), "speedup": speedup, "ideal": fewer_pairs},
+    local={"tokens": sizes.read, "speedup": speedup, "ideal": fewer_pairs},
     price=price,
     bought=bought,
     loss={which: vars(cost) for which, cost in beside.items()},
     real=real["five lines", sizes.long] | {"tokens": sizes.long},
 )
 if not on_gpu:
-    ladder.note(predicted={"bytes": dry_bytes, "seconds": expected_seconds})
+    ladder.note(predicted={"bytes": dry_bytes})
 if holds:
     ladder.note(per_token={"short": short, "long": long}, measured_to=max(sizes.along))
 assert loss_error < (2e-2 if on_gpu else 1e-4), "the same loss"
