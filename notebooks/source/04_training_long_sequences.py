@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **895 → 112,167 tokens:** the longest text on which every weight of smollm2-135m trains within 4 GiB of tensors. Its step is taken in backward, which allows neither clipping nor accumulation. It is **28 times as long** as with the library's two switches, SDPA and checkpointing, 81 times as long as with SDPA alone, and 125 times as long as with eager attention. Meanwhile 7.0 GiB of block inputs wait on the disk. At that length a token takes about 18 times as long as in a plain step of 512 tokens. The loss of 512 tokens is the same in every row, to 4e-07, and so are the gradients, to 4e-06. No step of such a length was computed here: its bytes were counted on tensors that have shapes and no data, and its time is that of one block, on a line through texts of up to 16,384 tokens. Every row was predicted first. From the length at which the bytes meet the limit, the arithmetic is off by 2.6% at most.
+# > **895 → 112,167 tokens:** the longest text on which every weight of smollm2-135m trains within 4 GiB of tensors. That is 81 times as long as with SDPA alone, the default of transformers, and **28 times as long** as with its two switches, SDPA and checkpointing. Its step is taken in backward, which allows neither clipping nor accumulation. Longer steps were counted on tensors that have shapes and no data. The price is time: at 112,167 tokens one token takes about 18 times as long as in a plain step of 512, on a line through one block with texts of up to 16,384. In one precision, loss and gradients of 512 tokens are those of eager attention, to 4e-07 and 4e-06. Every row was predicted first. From the length at which the bytes meet the limit, the prediction is off by 2.6% at most.
 # >
 # > Lengths counted in dry steps, times measured, on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
@@ -24,11 +24,15 @@
 # **The five lines**, for any causal language model of transformers, with weights in fp32:
 #
 # ```python
-# apply_chunked_cross_entropy(model)                              # no table of logits
-# apply_tiled_mlp(model, norms=True)                              # an MLP sees some tokens at a time
-# model.activation_checkpointing_enable()                         # of a block only its input stays,
-# with offload_activations(model, to="host", in_flight=1):        # and waits in host memory
-#     with torch.autocast("cuda", torch.bfloat16):                # 16-bit products
+# from recipes_lib.memory.activation_offload import offload_activations
+# from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+# from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
+#
+# apply_chunked_cross_entropy(model)                        # no table of logits
+# apply_tiled_mlp(model, norms=True)                        # an MLP sees some tokens at a time
+# model.activation_checkpointing_enable()                   # of a block only its input stays,
+# with offload_activations(model, to="host", in_flight=1):  # and waits in host memory
+#     with torch.autocast("cuda", torch.bfloat16):          # products in 16 bits
 #         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
 #     loss.backward()
 # ```
@@ -39,7 +43,7 @@
 # |---|---|
 # | **You will learn** | to predict the longest text that fits, and which recipe moves that limit |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
-# | **Minutes to run** | ten on two CPU cores |
+# | **Minutes to run** | under ten on two CPU cores |
 # | **Minutes to read** | about 30 |
 # | **Which hardware has run this** | two CPU cores; no GPU yet |
 #
@@ -122,7 +126,7 @@ gpu16 |= dict(tile=512, cost=16384, along=(8192, 16384, 32768, 65536))
 gpu16 |= dict(read=65536, window=4096)
 gpu24 = gpu16 | dict(layers=None, limit=14 * GIB)
 # Continuous integration checks that the code works, not how much it saves.
-brief = cpu | dict(shape="tiny-smollm2", trained="tiny-smollm2", limit=200 * 2**20)
+brief = cpu | dict(shape="tiny-smollm2", trained="tiny-smollm2", limit=140 * 2**20)
 brief |= dict(common=32, grows=256, tile=16, short=256, long=512, cost=256)
 brief |= dict(
     read=1024, window=64, along=(64, 256, 1024), rounds=1, cards=("tiny-smollm2",)
@@ -1033,10 +1037,10 @@ for (which, tokens), step in real.items():
 # | | weights | the code |
 # |---|---|---|
 # | *fp32* | 32 bits, all train | the five lines |
-# | *full* | 16 bits, all train | `load_model(name, dtype=torch.bfloat16)`, and as the optimizer `apply_optimizer_in_backward(model, optimizer_class=partial(bf16_adamw, rounding="stochastic"), lr=2e-5)`, without clipping |
+# | *full* | 16 bits, all train | `from_pretrained(name, dtype=torch.bfloat16)`, and as the optimizer `apply_optimizer_in_backward(model, optimizer_class=partial(bf16_adamw, rounding="stochastic"), lr=2e-5)`, without clipping |
 # | *QLoRA* | 4 bits, small adapters train | `model = apply_qlora(model, compute_dtype=torch.bfloat16)` before them ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)) |
 #
-# A cell has three lengths. First *SDPA and checkpoints*, then the same *with a chunked loss*, which is as far as Liger, TRL's loss, or flash attention 2 and 3 beside them get: both by the equation. Then **the five lines**, on a line through two dry steps with the kernels of an A100. The last column is what the host must hold: (blocks − 1) × width × 2 bytes a token, and twice that in fp32. A T4 has no bf16. Its column is for QLoRA in fp16; in its *full* rows the memory is right, and fp16 scales the loss, which a step in backward does not allow.
+# A cell has three lengths. First *SDPA and checkpoints*, then the same *with a chunked loss*, which is as far as Liger, TRL's loss, or flash attention 2 and 3 beside them get: both by the equation. Last *the five lines*, on a line through two dry steps with the kernels of an A100. Their `in_flight` is 0, which waits for each input. *Host* is what it must hold: (blocks − 1) × width × 2 bytes a token, and twice that in fp32. A T4 has no bf16. Its column is for QLoRA in fp16; in its *full* rows the memory is right, and fp16 scales the loss, which a step in backward does not allow.
 
 # %%
 from IPython.display import Markdown
@@ -1138,11 +1142,13 @@ for shape in sizes.cards:
             lengths = []
             for chunked in (False, True):
                 terms = by_equation(model, method, chunked)
-                if method != "fp32" and terms(2).peak < limit:
-                    lengths.append(longest_by(terms, limit))
+                fits = terms(2).peak < limit
+                lengths.append(longest_by(terms, limit) if fits else 0)
             tokens = where_it_ends(*ends, limit)
-            words = " → ".join(thousands(each) for each in lengths)
-            cells.append(f"{words} → **{thousands(tokens)}**".removeprefix(" → "))
+            words = [thousands(each) for each in (*lengths, tokens)]
+            if method == "fp32":  # the equation knows one precision only
+                words = words[-1:]
+            cells.append(" → ".join(words))
         on_host = (blocks - 1) * 100_000 * model.config.hidden_size * bytes_of_one
         table.append([f"{shape} {method}", *cells, f"{on_host / 1e9:,.0f} GB"])
         # 4/3: forward runs twice.
@@ -1175,7 +1181,7 @@ print(f"takes {used / GIB:.1f} GiB, the equation says {terms(tokens).peak / GIB:
 # %% [markdown]
 # With SDPA and checkpoints alone the logits break first, because these models have a vocabulary of 128,256. QLoRA saves fixed bytes, and takes more for each token. So on a T4 the 1B model has the longer text with QLoRA, and on the larger cards in full. 40 % of the data sheet is what the training of Llama 3 reached. These models know 131,072 positions: what lies beyond needs recipe 8.
 #
-# **Beside what others have measured.** For Llama 3.1 8B, QLoRA of rank 32 on 80 GB, [Unsloth](https://unsloth.ai/blog/llama3-3) reports 28,000 tokens with Hugging Face and flash attention 2, and 342,000 with Unsloth, which offloads inputs and chunks its loss. TODO The table counts tensors and nothing else: holes in an allocator, buffers of a library and a second copy of the logits come on top, and what exactly they ran we do not know. So on a new card begin at half of a length in it.
+# **Beside what others have measured.** For Llama 3.1 8B, QLoRA of rank 32 on 80 GB, [Unsloth](https://unsloth.ai/blog/llama3-3) reports 28,000 tokens with Hugging Face and flash attention 2, and 342,000 with Unsloth, which offloads inputs and chunks its loss. Their cells here, for rank 16, are 40,000 and 578,000: 1.4 and 1.7 times as long. The table counts tensors and nothing else: holes in an allocator, buffers of a library and a second copy of the logits come on top, and what exactly they ran we do not know. So on a new card begin at half of a length in it.
 #
 # **For your own model** ask the doctor. `--model` is an id of the hub, a folder or a shape. *Fits* says with what, and *costs* at what price; the last line is the step itself, on tensors without data:
 
@@ -1358,25 +1364,31 @@ figure
 #
 # ## Exercises
 #
-# 1. With half the layers, which row gains the most? *(The rows without checkpoints: their activations are a sum over layers.)*
-# 2. Llama 3.2 1B has a vocabulary of 128,256. Which of recipes 2 and 3 gains more there? *(Set `shape`, and `limit=24 * GIB`: its weights and states alone take more than four. By the equation below: neither gains much alone, and the large factor belongs to the pair.)*
-# 3. From which k on is a larger k of nested checkpoints worse? *(Read the list at recipe 5.)*
+# 1. With half the layers, which gains the most? *(What keeps the activations of all layers.)*
+# 2. Llama 3.2 1B has a vocabulary of 128,256. Which of recipes 2 and 3 gains more there? *(In 24 GiB, for its weights and states alone take more than four. Checkpointing; and the large factor belongs to the pair.)*
+# 3. From which k on is a larger k of nested checkpoints worse? *(From 9 on with 30 blocks, by the list at recipe 5.)*
+
 
 # %%
-wide = model_of_shape("llama-3.2-1b", dtype=torch.float32, device="meta")
-lengths = {}
-for recipes in ("plain", "chunked", "checkpointed", "chunked and checkpointed"):
-
-    def terms(tokens, recipes=recipes):
-        step = equation.plain_step(wide, rows=1, length=tokens)
+def longest_with(recipes, model, limit):
+    def terms(tokens):
+        step = equation.plain_step(model, rows=1, length=tokens)
         if "chunked" in recipes:
             step = equation.with_chunked_loss(step)
         if "checkpointed" in recipes:
             step = equation.with_checkpointing(step)
         return step
 
-    lengths[recipes] = longest_by(terms, 24 * GIB)
-print("2.", lengths)
+    return longest_by(terms, limit)
+
+
+half = build(layers=blocks_here // 2, device="meta")
+wide = model_of_shape("llama-3.2-1b", dtype=torch.float32, device="meta")
+for recipes in ("plain", "chunked", "checkpointed", "chunked and checkpointed"):
+    gain = longest_with(recipes, half, sizes.limit)
+    gain /= longest_with(recipes, weightless, sizes.limit)
+    print(f"1. {recipes}: {gain:.1f}× as long with half the layers")
+    print(f"2. {recipes}: {longest_with(recipes, wide, 24 * GIB):,} tokens")
 
 # %% [markdown]
 # ## References
