@@ -1140,15 +1140,14 @@ for shape in sizes.cards:
         cells = []
         for limit in room.values():
             lengths = []
-            for chunked in (False, True):
-                terms = by_equation(model, method, chunked)
-                fits = terms(2).peak < limit
-                lengths.append(longest_by(terms, limit) if fits else 0)
+            if method != "fp32":  # the equation knows one precision only
+                for chunked in (False, True):
+                    terms = by_equation(model, method, chunked)
+                    fits = terms(2).peak < limit
+                    lengths.append(longest_by(terms, limit) if fits else 0)
             tokens = where_it_ends(*ends, limit)
-            words = [thousands(each) for each in (*lengths, tokens)]
-            if method == "fp32":  # the equation knows one precision only
-                words = words[-1:]
-            cells.append(" → ".join(words))
+            lengths.append(tokens)
+            cells.append(" → ".join(thousands(each) for each in lengths))
         on_host = (blocks - 1) * 100_000 * model.config.hidden_size * bytes_of_one
         table.append([f"{shape} {method}", *cells, f"{on_host / 1e9:,.0f} GB"])
         # 4/3: forward runs twice.
