@@ -58,7 +58,7 @@ def finetune(
     context: typer.Context,
     output_dir: Annotated[str, _option(OUTPUT, PLACE, "--output")],
     base_model: Annotated[str, _option(WEIGHTS, "hub id or folder", "--model")] = "smollm2",
-    data_file: Annotated[list[str] | None, _option(DATA, PAIRS, "--data")] = None,
+    data_files: Annotated[list[str] | None, _option(DATA, PAIRS, "--data")] = None,
     held_out: Annotated[
         str | None, _option(DATA, "held-out pairs; else every tenth pair of --data")
     ] = None,
@@ -176,8 +176,7 @@ def _settings(options: dict[str, Any]) -> Settings:
     settings["packing"] = not options["no_packing"]
     for name in ("output_dir", "base_model"):
         settings[name] = _without_tilde(options[name])
-    files = [_without_tilde(file) for file in options["data_file"] or [""]]
-    settings["data_file"] = files[0] if len(files) == 1 else files
+    settings["data_files"] = [_without_tilde(file) for file in options["data_files"] or []]
     settings["add_tokens"] = options["add_tokens"] or []
     settings["seq_len"] = REPLACED if options["seq_len"] == AUTO else int(options["seq_len"])
     if options["precision"] is None:

@@ -47,7 +47,7 @@ def test_every_option_reaches_its_setting(settings_of):
     run, others = settings_of(*ALL_OPTIONS.split())
     assert run == Settings(
         base_model="a/b",
-        data_file="pairs.jsonl",
+        data_files=["pairs.jsonl"],
         output_dir="out",
         add_tokens=("<x>",),
         chat_template="chatml",
@@ -103,7 +103,7 @@ def test_a_tilde_is_the_home_folder_in_every_path(settings_of):
     run, others = settings_of(*options)
     home = str(Path.home())
     assert run.output_dir == f"{home}/runs"
-    assert run.data_file == f"{home}/a.jsonl"
+    assert run.data_files == [f"{home}/a.jsonl"]
     assert run.base_model == f"{home}/base"
     assert others["held_out_file"] == f"{home}/b.jsonl"
 

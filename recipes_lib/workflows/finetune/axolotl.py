@@ -32,7 +32,7 @@ def write_axolotl(run: Settings, pairs: Sequence[dict[str, Any]], *, tokenizer: 
     """Leave in the folder of the run what Axolotl needs to repeat it, or say why it cannot."""
     folder = Path(run.output_dir) / FOLDER
     data = folder / "train.jsonl"
-    repeated = dataclasses.replace(run, data_file=data, output_dir=folder / "model")
+    repeated = dataclasses.replace(run, data_files=[str(data)], output_dir=folder / "model")
     try:
         config = axolotl_config(repeated, tokenizer=tokenizer)
         lines = lines_of_messages(pairs, tokenizer)
@@ -92,7 +92,7 @@ def axolotl_config(run: Settings, *, tokenizer: Any) -> dict[str, Any]:
         "base_model": SMOLLM2 if run.base_model == "smollm2" else run.base_model,
         "datasets": [
             {
-                "path": str(run.data_file),
+                "path": run.data_files[0],
                 "ds_type": "json",
                 "type": "chat_template",
                 "field_messages": "messages",

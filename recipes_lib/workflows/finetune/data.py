@@ -78,7 +78,7 @@ def load_data(
 ) -> Data:
     """Pairs to train on, their rows, and held-out rows. Prints what it leaves out.
 
-    They are those of `run.data_file`, or of the standard library if it is "". Without a file of
+    They are those of `run.data_files`, or of the standard library without one. Without a file of
     held-out pairs, every tenth pair is held out; of a few long texts, every tenth part.
 
     Args:

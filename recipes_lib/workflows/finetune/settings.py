@@ -27,7 +27,7 @@ CHOICES = {
     "precision": tuple(PRECISIONS),
     "report_to": ("none", "tensorboard", "mlflow", "wandb"),
 }
-MAY_CHANGE_ON_RESUME = ("base_model", "data_file", "output_dir", "save_steps", "report_to")
+MAY_CHANGE_ON_RESUME = ("base_model", "data_files", "output_dir", "save_steps", "report_to")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,7 @@ class Settings:
     """What one run is. Raises ValueError for what cannot be."""
 
     base_model: str  # hub id or folder
-    # A file, or several, of which all are read; "": the functions of the standard library.
-    data_file: str | Path | Sequence[str | Path]
+    data_files: Sequence[str]  # all are read; none: the functions of the standard library
     output_dir: str | Path
     method: str = "lora"
 
@@ -103,12 +102,3 @@ class Settings:
                 f"rows_per_step={self.rows_per_step}: "
                 f"give a multiple of micro_batch_size x processes = {rows_at_once}"
             )
-
-    @property
-    def data_files(self) -> list[str]:
-        """The files to train on, of which there may be one, several or none."""
-        if not self.data_file:
-            return []
-        if isinstance(self.data_file, str | Path):
-            return [str(self.data_file)]
-        return [str(path) for path in self.data_file]

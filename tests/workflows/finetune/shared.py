@@ -17,7 +17,7 @@ STEPS = 10
 SAVE_STEPS = 4  # a kill takes a moment, and the process goes on for a step or two meanwhile
 RUN = Settings(
     base_model="tiny",
-    data_file="",
+    data_files=[],
     output_dir="unused",
     method="full",
     learning_rate=1e-3,
@@ -69,7 +69,7 @@ def losses_of(steps):
 def settings(small_model, pairs, output, **values):
     given = {
         "base_model": str(small_model),
-        "data_file": str(pairs),
+        "data_files": [str(pairs)],
         "output_dir": str(output),
         "dropout": 0.1,  # its random states have to come back
         "learning_rate": 1e-3,

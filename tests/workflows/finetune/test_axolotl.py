@@ -27,7 +27,7 @@ PAIRS = [
 # Not one number is a default of Axolotl: a setting that gets lost shows.
 RUN = Settings(
     base_model="smollm2",
-    data_file="train.jsonl",
+    data_files=["train.jsonl"],
     output_dir="out",
     rank=4,
     alpha=12,
@@ -132,7 +132,7 @@ def test_the_file_names_the_rows_that_were_trained_on(tokenizer, tmp_path):
     said = {"role": "assistant", "content": "b"}
     turns = [question, said, question, said | {"train": False}]
     rows = [{"prompt": "a", "completion": "b"}, {"messages": turns}]
-    write_axolotl(change(output_dir=tmp_path, data_file="mine.jsonl"), rows, tokenizer=tokenizer)
+    write_axolotl(change(output_dir=tmp_path, data_files=["mine.jsonl"]), rows, tokenizer=tokenizer)
     config = yaml.safe_load((tmp_path / "axolotl.yml").read_text())
     (data,) = config["datasets"]
     assert data["message_field_training"] == "train"

@@ -34,7 +34,7 @@ def as_options(run):
     """The same run on the command line; the options that are left out have the values above."""
     return [
         f"--model={run.base_model}",
-        f"--data={run.data_file}",
+        f"--data={run.data_files[0]}",
         f"--output={run.output_dir}",
         f"--steps={run.steps}",
         f"--save-steps={run.save_steps}",

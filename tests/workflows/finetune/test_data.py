@@ -28,7 +28,7 @@ def write(path, rows):
 
 
 def run_of(path, **values):
-    return change(data_file=str(path), seq_len=64, **values)
+    return change(data_files=[str(path)], seq_len=64, **values)
 
 
 def test_columns_that_the_user_names(tokenizer, tmp_path):
@@ -160,7 +160,7 @@ def test_a_pair_that_cannot_be_learnt_is_named_by_its_line(tokenizer, tmp_path, 
 def test_several_files_are_all_read(tokenizer, tmp_path):
     """The mistake: the last one wins."""
     files = [write(tmp_path / f"{i}.jsonl", pairs_of(range(20 * i, 20 * i + 20))) for i in (0, 1)]
-    found = load_data(tokenizer, run=change(data_file=files, seq_len=64))
+    found = load_data(tokenizer, run=change(data_files=list(map(str, files)), seq_len=64))
     assert found.pairs == pairs_of(i for i in range(40) if i % 10)
 
 
@@ -215,4 +215,4 @@ def test_options_that_need_pairs_of_ones_own(tokenizer):
     """The mistake: an evaluation on a file that the command never reads."""
     for options in ({"held_out_file": "pairs.jsonl"}, {"longest": True}):
         with pytest.raises(ValueError, match="need pairs to train on: give --data"):
-            load_data(tokenizer, run=change(data_file=""), **options)
+            load_data(tokenizer, run=change(data_files=[]), **options)

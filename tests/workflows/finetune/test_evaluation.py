@@ -64,7 +64,7 @@ def test_the_lines_ask_as_the_rows_were_written(pair, template, asked):
 def test_a_card_names_base_data_losses_and_command(monkeypatch, tmp_path):
     arguments = ["finetune", "--data", "my/pairs.jsonl", "--output", "out"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/recipes_lib/__main__.py", *arguments])
-    text = card(change(method="lora", base_model="smollm2", data_file="my/pairs.jsonl"), SMOLLM2)
+    text = card(change(method="lora", base_model="smollm2", data_files=["my/pairs.jsonl"]), SMOLLM2)
     assert f"base_model: {SMOLLM2}\nlibrary_name: peft\n" in text
     assert "Data: `pairs.jsonl`, 90 rows" in text
     assert "| before | 3.0000 |\n| after | 2.0000 |" in text and "difference: -1.000 nats" in text
@@ -82,7 +82,7 @@ def test_a_card_names_no_place_of_this_machine(monkeypatch, tmp_path):
     """The mistake: the name of a user's home on the hub."""
     words = ["finetune", f"--data={tmp_path}/a.jsonl", "--output", f"{tmp_path}/out"]
     monkeypatch.setattr(sys, "argv", ["/x/recipes_lib/__main__.py", *words])
-    places = {"base_model": f"{tmp_path}/base", "data_file": [f"{tmp_path}/a.jsonl", "~/b"]}
+    places = {"base_model": f"{tmp_path}/base", "data_files": [f"{tmp_path}/a.jsonl", "~/b"]}
     text = card(change(method="lora", output_dir=f"{tmp_path}/out", **places), f"{tmp_path}/b")
     assert str(tmp_path.parent) not in text
     assert "~" not in text
