@@ -12,10 +12,6 @@ from recipes_lib.cli.options import MODEL_HELP, TECHNIQUES, BatchSize, SeqLen
 LITTLE = 0.01  # of the baseline's peak: a change that needs a word
 Technique = Annotated[str, typer.Argument(help=", ".join(TECHNIQUES), metavar="TECHNIQUE")]
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
-Layers = Annotated[int | None, typer.Option(help="fewer layers of a shape")]
-MicroBatches = Annotated[
-    int | None, typer.Option(help="for gradient accumulation; default: one per row")
-]
 Picture = Annotated[
     Path | None, typer.Option(help="draw the memory over one step of both rows into this file")
 ]
@@ -24,10 +20,8 @@ Picture = Annotated[
 def bench(
     technique: Technique,
     model: Model = "smollm2",
-    layers: Layers = None,
     batch_size: BatchSize = 4,
     seq_len: SeqLen = 256,
-    micro_batches: MicroBatches = None,
     timeline: Picture = None,
 ) -> None:
     """Measure one technique beside the plain step, and print both rows."""
@@ -35,11 +29,9 @@ def bench(
     from recipes_lib.workflows.bench.run import Bench
 
     print(machine())
-    # One row at a time shows the most that accumulation can save.
-    if micro_batches is None:
-        micro_batches = batch_size
     rounds = 1 if fast() else 3  # fast: the sizes of CI
-    setting = Bench(model, batch_size, seq_len, micro_batches, layers)
+    # One row at a time shows the most that accumulation can save.
+    setting = Bench(model, batch_size, seq_len, micro_batches=batch_size)
     ladder = setting.run(technique, rounds=rounds, timeline=timeline)
     print(ladder)
     if abs(ladder[technique].change) < LITTLE:
