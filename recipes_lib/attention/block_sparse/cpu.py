@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from recipes_lib.core.model.second_derivatives import first_derivatives_only
+from torch.autograd.function import once_differentiable
 
 
 class Call(NamedTuple):
@@ -73,7 +72,7 @@ class BlocksOnCPU(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_derivatives_only
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, documents, out, log_sums = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
