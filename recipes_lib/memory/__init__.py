@@ -1,5 +1,6 @@
 """Activations, gradients and optimizer states that no longer fit.
 
+_gradients_in_backward          hooks by which backward hands gradients to an optimizer
 _host_and_disk_stores           where tensors wait: pinned host memory, or a file on a disk
 activation_checkpointing        recompute activations in backward instead of keeping them
 activation_offload              move saved activations to host memory or to disk

@@ -26,22 +26,17 @@ Trap: `clip_grad_norm_` called after backward finds no gradient, returns 0 and c
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from recipes_lib.core.model.marks import (
-    GRADIENT_TAKER,
-    STEPS_IN_BACKWARD,
-    TAKES_GRADIENTS_IN_BACKWARD,
-    any_marked,
-    mark,
-    unmark,
-)
 from recipes_lib.core.model.trainable import parameters_to_train
+from recipes_lib.memory._gradients_in_backward import (
+    GradientsInBackward,
+    refuse_second_taker,
+)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -90,10 +85,7 @@ def apply_optimizer_in_backward(
             f"step, so it cannot clip them; pass None, or use optimizer_offload, which can wait"
         )
     parameters = list(parameters_to_train(model))
-    if any_marked(parameters, GRADIENT_TAKER):
-        raise ValueError(
-            "an optimizer takes these gradients in backward already: remove() it first"
-        )
+    refuse_second_taker(parameters)
     return StepInBackward(optimizer_class(parameters, **kwargs), parameters)
 
 
@@ -108,27 +100,8 @@ class StepInBackward(torch.optim.Optimizer):
         # No super().__init__(): groups and states are those of the wrapped optimizer.
         self.optimizer = optimizer
         self.defaults = optimizer.defaults
-        self._parameters = parameters
         self._stepped: set[nn.Parameter] = set()  # since the last step()
-        self._hooks = self._hook_into_backward()
-        # Mixed precision reads this mark and refuses, for fp16 has to see all gradients first.
-        mark(self, TAKES_GRADIENTS_IN_BACKWARD)
-        for parameter in parameters:
-            mark(parameter, STEPS_IN_BACKWARD)  # gradient accumulation reads this one and refuses
-            mark(parameter, GRADIENT_TAKER, self)
-
-    def _hook_into_backward(self) -> list[RemovableHandle]:
-        # The garbage collector cannot see these hooks: one that holds its parameter's optimizer
-        # would keep model and states alive for ever. So hooks are weak, and parameters hold us.
-        update = weakref.WeakMethod(self._update)
-
-        def update_if_alive(parameter: nn.Parameter) -> None:
-            update()(parameter)
-
-        return [
-            parameter.register_post_accumulate_grad_hook(update_if_alive)
-            for parameter in self._parameters
-        ]
+        self._hooks = GradientsInBackward(parameters, self._update, steps=True)
 
     def _update(self, parameter: nn.Parameter) -> None:
         """In backward: step one parameter, whose gradient is complete, and free that gradient."""
@@ -158,11 +131,7 @@ class StepInBackward(torch.optim.Optimizer):
 
     def remove(self) -> None:
         """Give the model back as it was: gradients stay in `.grad` again."""
-        for hook in self._hooks:
-            hook.remove()
-        for parameter in self._parameters:
-            unmark(parameter, STEPS_IN_BACKWARD)
-            unmark(parameter, GRADIENT_TAKER)
+        self._hooks.remove()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

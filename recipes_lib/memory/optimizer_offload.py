@@ -24,27 +24,18 @@ host, "up" is back. The worker is the one thread of the host that adds up gradie
 
 from __future__ import annotations
 
-import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from recipes_lib.core.measure.dry_run import AtOnce, dry, on_the_host, pretends_a_card
 from recipes_lib.core.measure.free_memory import free_host_bytes
 from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
 from recipes_lib.core.model.causal_lm import require_causal_lm
-from recipes_lib.core.model.marks import (
-    GRADIENT_TAKER,
-    MASTER_OF,
-    STEPS_IN_BACKWARD,
-    TAKES_GRADIENTS_IN_BACKWARD,
-    any_marked,
-    mark,
-    unmark,
-)
+from recipes_lib.core.model.marks import MASTER_OF, mark
+from recipes_lib.memory._gradients_in_backward import GradientsInBackward, refuse_second_taker
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -122,28 +113,10 @@ class OffloadedAdamW(torch.optim.AdamW):
         workers = AtOnce if dry() else ThreadPoolExecutor
         self._worker = workers(max_workers=1, thread_name_prefix="offloaded-adamw")
         self._link = Link(parameters[0].device)
-        self._hooks = self._hook_into_backward()
-        mark(self, TAKES_GRADIENTS_IN_BACKWARD)
+        self._hooks = GradientsInBackward(parameters, self._receive, steps=self._last == 1)
         for slot in self._slots.values():
             # A checkpoint names the masters as the parameters that they stand for.
             mark(slot.master, MASTER_OF, slot.parameter)
-        for parameter in parameters:
-            # Gradient accumulation reads this mark, and refuses if the first backward updates.
-            mark(parameter, STEPS_IN_BACKWARD, self._last == 1)
-            mark(parameter, GRADIENT_TAKER, self)
-
-    def _hook_into_backward(self) -> list[RemovableHandle]:
-        # The garbage collector cannot see these hooks: one that holds its parameter's optimizer
-        # would keep model and states alive for ever. So hooks are weak, and parameters hold us.
-        receive = weakref.WeakMethod(self._receive)
-
-        def receive_if_alive(parameter: nn.Parameter) -> None:
-            receive()(parameter)
-
-        return [
-            parameter.register_post_accumulate_grad_hook(receive_if_alive)
-            for parameter in self._slots
-        ]
 
     @torch.no_grad()
     def _receive(self, parameter: nn.Parameter) -> None:
@@ -243,11 +216,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def remove(self) -> None:
         self._worker.shutdown()
-        for hook in self._hooks:
-            hook.remove()
-        for parameter in self._slots:
-            unmark(parameter, STEPS_IN_BACKWARD)
-            unmark(parameter, GRADIENT_TAKER)
+        self._hooks.remove()
 
 
 class Slot:
@@ -328,10 +297,7 @@ def _require_free_gradients(parameters: list[nn.Parameter]) -> None:
         raise ValueError(
             "fp16 needs loss scaling, which must see all gradients first: use bf16 or fp32"
         )
-    if any_marked(parameters, GRADIENT_TAKER):
-        raise ValueError(
-            "an optimizer takes these gradients in backward already: remove() it first"
-        )
+    refuse_second_taker(parameters)
 
 
 def _require_host_memory(needed: int) -> None:
