@@ -197,22 +197,3 @@ def _centre(writer: nn.Module) -> None:
     for name, parameter in list(writer.named_parameters(recurse=False)):
         value = centred(parameter, dim=dim if name == "weight" else 0)
         setattr(writer, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-# How often each way reads or writes [N, D], of which all but the first and the last are in fp32.
-# Plain: x² reads and writes, mean reads, x * rsqrt reads and writes, * weight reads and writes.
-PASSES = {"plain": 7, "fused": 2}
-
-
-def predicted_norm_bytes(*, rows: int, hidden: int, itemsize: int, fused: bool) -> int:
-    """Bytes that the forward of an RMSNorm reads and writes for x [N, D]."""
-    elements = rows * hidden
-    if fused:
-        return PASSES["fused"] * elements * itemsize
-    traffic = PASSES["plain"] * elements * 4
-    if itemsize < 4:
-        # To fp32: read 2, write 4 bytes. And back.
-        traffic += 2 * elements * (itemsize + 4)
-    return traffic

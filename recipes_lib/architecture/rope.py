@@ -22,8 +22,8 @@ Source     Su et al., "RoFormer" (arXiv 2104.09864); Chen et al., "Position Inte
            2306.15595); Peng et al., "YaRN" (arXiv 2309.00071); bloc97, "NTK-Aware Scaled RoPE"
            (2023).
 
-`apply_rope_scaling` writes the configuration, from which transformers computes the same frequencies
-as `rope_frequencies` here; `rotate` is the formula itself.
+`apply_rope_scaling` writes the configuration, from which transformers computes the frequencies;
+`rotate` is the formula itself.
 
 Shapes: B batch, H heads, S sequence, E head dimension.
 """
@@ -46,8 +46,8 @@ from recipes_lib.core.model.probe import proves
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     """Turn queries or keys x [B, H, S, E] by their positions [S] or [B, S].
 
-    Dimension i pairs with i + E/2; `frequencies` [E/2] are those of `rope_frequencies`. The product
-    of a turned query and a turned key depends on the distance of their positions only.
+    Dimension i pairs with i + E/2, and its frequency is base ** (-2i / E): `frequencies` [E/2]. The
+    product of a turned query and a turned key depends on the distance of their positions only.
     """
     # In fp32, because bf16 has no number 257.
     angles = positions[..., None].float() * frequencies.to(positions.device)  # [S, E/2]
@@ -60,10 +60,6 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 # --- the technique --------------------------------------------------------------------------------
 
 KINDS = ("linear", "dynamic", "yarn")
-# YaRN: pairs that turn more often than 32 times in training stay as they are. Those that turn less
-# than once are slowed by the whole factor.
-FAST_TURNS = 32
-SLOW_TURNS = 1
 
 
 # A dynamic scaling changes no text of 16 tokens, a linear one does.
@@ -109,61 +105,6 @@ def _require_loadable(config: Any) -> None:
         raise ValueError(
             f"its configuration loads with rope_type={loaded['rope_type']!r}, no {kind}"
         )
-
-
-def rope_frequencies(
-    head_dim: int,
-    *,
-    base: float,
-    kind: str = "default",
-    factor: float = 1.0,
-    trained: int = 0,
-    seq_len: int = 0,
-) -> tuple[Tensor, float]:
-    """Radians per position of each pair of dimensions, fp32 [E/2], and YaRN's sharpening.
-
-    The second is the number by which YaRN multiplies queries and keys; 1 for the other kinds.
-
-    Args:
-        base: `rope_theta`, 10,000 or more.
-        trained: positions that the model was trained on, for dynamic and yarn.
-        seq_len: of the text, for dynamic.
-    """
-    if kind == "dynamic":
-        # The base at which the slowest pair turns as far over the text as it did in training.
-        stretch = factor * max(seq_len, trained) / trained - (factor - 1)
-        base *= stretch ** (head_dim / (head_dim - 2))
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [E/2]
-    # Rounded as in transformers: 6e-8 of 5,000 radians is not nothing.
-    frequencies = 1 / base**pairs
-    if kind == "linear":
-        return frequencies / factor, 1.0
-    if kind == "yarn":
-        return _yarn(frequencies, base=base, factor=factor, trained=trained)
-    return frequencies, 1.0
-
-
-def _yarn(frequencies: Tensor, *, base: float, factor: float, trained: int) -> tuple[Tensor, float]:
-    """Slow the pairs [E/2] that turn seldom in training; those between fast and slow by a part."""
-    head_dim = 2 * len(frequencies)
-    fast = max(math.floor(_pair_with(FAST_TURNS, head_dim, base, trained)), 0)
-    slow = min(math.ceil(_pair_with(SLOW_TURNS, head_dim, base, trained)), head_dim - 1)
-    pairs = torch.arange(head_dim // 2)
-    slowed = ((pairs - fast) / max(slow - fast, 1e-3)).clamp(0, 1)  # 0: not at all, 1: by factor
-    frequencies = frequencies * (1 - slowed + slowed / factor)
-    sharpening = 1.0
-    if factor > 1:
-        sharpening = 0.1 * math.log(factor) + 1
-    return frequencies, sharpening
-
-
-def _pair_with(turns: int, head_dim: int, base: float, trained: int) -> float:
-    """Which pair, as a real number, turns so often over the trained length.
-
-    Pair i turns trained * base ** (-2i / head_dim) / (2 pi) times: solved for i.
-    """
-    per_turn = head_dim / (2 * math.log(base))
-    return per_turn * math.log(trained / (turns * 2 * math.pi))
 
 
 def check_length(model: Any, seq_len: int) -> int:

@@ -28,7 +28,6 @@ Shapes: B batch, H heads, KV key and value heads, S sequence, E head dimension, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -126,14 +125,6 @@ def register() -> None:
     for name in ("fused", "fused_cudnn"):
         AttentionInterface.register(name, fused_attention)
         AttentionMaskInterface.register(name, _mask)
-
-
-def kernel_function(implementation: str) -> Callable[..., Any]:
-    """What transformers calls in every layer of a model with this kernel."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    register()
-    return ALL_ATTENTION_FUNCTIONS[implementation]
 
 
 def fused_attention(

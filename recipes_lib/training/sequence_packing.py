@@ -207,27 +207,3 @@ def _second_document(position_ids: torch.Tensor) -> tuple[int, int, int]:
             _, border, end, *_ = [*starts, len(positions)]
             return row, border, end
     raise ValueError("no row of the batch holds two documents: there is no border to check")
-
-
-# --- the arithmetic -------------------------------------------------------------------------------
-
-
-def padded_tokens(lengths: Sequence[int], *, batch_size: int) -> int:
-    """Tokens that are processed if consecutive batches are padded, each to its longest row."""
-    total = 0
-    for start in range(0, len(lengths), batch_size):
-        batch = lengths[start : start + batch_size]
-        total += len(batch) * max(batch)
-    return total
-
-
-def predicted_speedup(
-    lengths: Sequence[int], *, length: int, batch_size: int, packs_per_batch: int = 1
-) -> float:
-    """How many times fewer tokens are processed than in batches of `batch_size` padded rows."""
-    packs = []
-    for members in best_fit(lengths, length=length):
-        packs.append(sum(lengths[i] for i in members))
-    padded = padded_tokens(lengths, batch_size=batch_size)
-    packed = padded_tokens(packs, batch_size=packs_per_batch)
-    return padded / packed

@@ -13,8 +13,6 @@ from recipes_lib.training.sequence_packing import (
     document_mask,
     fill_rows,
     pack_sequences,
-    padded_tokens,
-    predicted_speedup,
 )
 
 
@@ -85,18 +83,6 @@ def test_positions_that_restart_mean_the_document_mask(llama):
     packed = llama(**inputs, use_cache=False).logits
     by_hand = llama(**inputs, attention_mask=mask[:, None], use_cache=False).logits
     torch.testing.assert_close(packed, by_hand)
-
-
-def test_predicted_speedup_is_the_ratio_of_processed_tokens():
-    """The mistake: padding at the end of packed rows is forgotten."""
-    # Many short rows and a few long ones, as instruction pairs are.
-    lengths = (10 + 150 * torch.rand(64) ** 2).int().tolist()
-    packs = pack_sequences(make_rows(lengths), length=320)
-    packed = collate_packed(packs, pad_token_id=0)
-    ratio = padded_tokens(lengths, batch_size=8) / packed["input_ids"].numel()
-    predicted = predicted_speedup(lengths, length=320, batch_size=8, packs_per_batch=len(packs))
-    assert predicted == pytest.approx(ratio)
-    assert ratio > 1.2
 
 
 def test_check_document_mask():
