@@ -52,14 +52,6 @@ def plain_lora(
     return frozen + alpha / rank * correction
 
 
-def plain_merge(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float
-) -> torch.Tensor:
-    """The one weight [out, in] that computes what the adapted layer computes."""
-    rank = a.shape[0]
-    return weight + alpha / rank * (b @ a)
-
-
 # --- the technique --------------------------------------------------------------------------------
 
 

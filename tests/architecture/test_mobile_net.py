@@ -1,4 +1,4 @@
-"""Blocks equal the formula and transformers' blocks; arithmetic is what is counted; nets live."""
+"""Arithmetic is what is counted; nets live."""
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from recipes_lib.architecture._convolutions import rounded_channels
 from recipes_lib.architecture.mobile_net import (
     initialise_,
     mobile_net,
-    plain_depthwise_separable,
     predicted_multiply_adds,
     predicted_parameters,
 )
@@ -23,28 +22,6 @@ def parameters_of(model):
 
 def images(count=4, size=32, channels=1):
     return torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(0))
-
-
-# --- the idea -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 7, 4), (2, 1, 1, 1)])
-def test_two_steps_are_two_convolutions(shape):
-    """The mistakes: a border on one side only, filters upside down; on odd shapes and one pixel."""
-    channels = shape[1]
-    x = torch.randn(shape, requires_grad=True)
-    filters = torch.randn(channels, 3, 3, requires_grad=True)
-    mixing = torch.randn(6, channels, requires_grad=True)
-    inputs = (x, filters, mixing)
-    y = plain_depthwise_separable(*inputs)
-    places = F.conv2d(x, filters[:, None], padding=1, groups=channels)
-    expected = F.conv2d(places, mixing[:, :, None, None])
-    tolerance = {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(y, expected, **tolerance)
-    weights = torch.randn_like(y)
-    gradients = torch.autograd.grad((y * weights).sum(), inputs)
-    expected_gradients = torch.autograd.grad((expected * weights).sum(), inputs)
-    torch.testing.assert_close(gradients, expected_gradients, **tolerance)
 
 
 # --- the model ------------------------------------------------------------------------------------

@@ -1,18 +1,15 @@
 import warnings
 
 import pytest
-import torch
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.bytes_of_tensors import weight_bytes
 from recipes_lib.fine_tuning.lora import (
     apply_lora,
     lora_parameters,
-    plain_lora,
-    plain_merge,
     target_linears,
 )
-from tests.small_models import small_model, train_a_little
+from tests.small_models import small_model
 
 LLAMA_AND_GPT2 = ["tiny-llama", "tiny-gpt2"]  # GPT-2's weights are transposed
 
@@ -29,31 +26,6 @@ def adapters_by_name(model):
         for name, module in model.named_modules()
         if hasattr(module, "get_delta_weight")
     }
-
-
-def a_and_b(layer):
-    """A [r, in] and B [out, r] of an adapted layer."""
-    return layer.lora_A["default"].weight, layer.lora_B["default"].weight
-
-
-# --- the same as the idea -------------------------------------------------------------------------
-
-
-def test_one_layer_by_hand_is_pefts(llama):
-    """The mistake: another scale than alpha / r, or a frozen weight that trains."""
-    model = train_a_little(apply_lora(llama, rank=3, alpha=8))
-    for layer in list(adapters_by_name(model).values())[:7]:
-        a, b = a_and_b(layer)
-        x = torch.randn(2, 5, layer.in_features)
-        expected = layer(x)
-        got = plain_lora(x, layer.base_layer.weight, a, b, alpha=8)
-        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
-        merged = x @ plain_merge(layer.base_layer.weight, a, b, alpha=8).T
-        torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-4)
-        upstream = torch.randn_like(got)
-        expected = torch.autograd.grad(expected, [a, b], upstream)
-        for gradient, reference in zip(torch.autograd.grad(got, [a, b], upstream), expected):
-            torch.testing.assert_close(gradient, reference, atol=1e-5, rtol=1e-5)
 
 
 # --- what it does ---------------------------------------------------------------------------------

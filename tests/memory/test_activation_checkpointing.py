@@ -1,7 +1,6 @@
 """Less is kept, and loss and gradients are the same to the last bit."""
 
 import collections
-import functools
 
 import pytest
 import torch
@@ -9,46 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.model.causal_lm import decoder_blocks, trunk
 from recipes_lib.core.model.mixins import take_out
 from recipes_lib.memory.activation_checkpointing import (
     Checkpointed,
     apply_activation_checkpointing,
-    checkpointed_by_hand,
 )
-from tests.conftest import assert_equal, gradients, make_batch, run
-
-# --- the idea -------------------------------------------------------------------------------------
-
-
-def through_the_blocks(model, hidden, run_blocks):
-    """Output of the blocks of a Llama, and the gradients of a loss on it."""
-    model.zero_grad()
-    positions = torch.arange(hidden.shape[1])[None]
-    rotary = trunk(model).rotary_emb(hidden, positions)
-    blocks = [
-        functools.partial(block, position_embeddings=rotary) for block in decoder_blocks(model)
-    ]
-    hidden = hidden.clone().requires_grad_()
-    output = run_blocks(blocks, hidden)
-    output.square().sum().backward()
-    return {"output": output.detach(), "input": hidden.grad} | gradients(model)
-
-
-def one_by_one(blocks, hidden):
-    for block in blocks:
-        hidden = block(hidden)
-    return hidden
-
-
-def test_the_idea_is_the_technique(llama):
-    hidden = torch.randn(2, 16, llama.config.hidden_size)
-    plain = through_the_blocks(llama, hidden, one_by_one)
-    by_hand = through_the_blocks(llama, hidden, checkpointed_by_hand)
-    real = through_the_blocks(apply_activation_checkpointing(llama), hidden, one_by_one)
-    assert_equal(by_hand, plain)
-    assert_equal(real, by_hand)
-
+from tests.conftest import assert_equal, make_batch, run
 
 # --- the same training ----------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from recipes_lib.memory.chunked_cross_entropy import (
     LossFromHidden,
     apply_chunked_cross_entropy,
     chunked_cross_entropy,
-    plain_chunked_loss,
     plan,
 )
 from tests.conftest import assert_same_gradients, distance, gradients
@@ -71,20 +70,6 @@ class Account(TorchDispatchMode):
 
 
 # --- the loss -------------------------------------------------------------------------------------
-
-
-def test_the_idea_is_the_technique():
-    """The loop that a learner copies: the same as torch with all logits, and as the real thing."""
-    hidden, weight, _, labels = make_tensors((37,))
-    labels = labels.where(labels >= 0, 5)  # the loop knows no ignored label
-    got = plain_chunked_loss(hidden, weight, labels, chunk_size=10)
-    for loss in (
-        cross_entropy(linear(hidden, weight), labels),
-        chunked_cross_entropy(hidden, weight, labels, chunk_size=10),
-    ):
-        expected = with_gradients(loss, [hidden, weight], factor=1.0)
-        for ours, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(

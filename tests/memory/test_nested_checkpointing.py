@@ -11,28 +11,14 @@ from recipes_lib.memory.nested_checkpointing import (
     Nested,
     apply_nested_checkpointing,
     best_group,
-    nested_by_hand,
 )
 from tests.conftest import assert_equal, run
-from tests.memory.test_activation_checkpointing import one_by_one, through_the_blocks
 from tests.small_models import small_model
 
 
 @pytest.fixture
 def llama():
     return model_of_shape("tiny-llama", layers=5, device="cpu")
-
-
-# --- the idea -------------------------------------------------------------------------------------
-
-
-def test_the_idea_is_the_technique(llama):
-    hidden = torch.randn(2, 16, llama.config.hidden_size)
-    plain = through_the_blocks(llama, hidden, one_by_one)
-    by_hand = through_the_blocks(llama, hidden, functools.partial(nested_by_hand, group=2))
-    real = through_the_blocks(apply_nested_checkpointing(llama, group=2), hidden, one_by_one)
-    assert_equal(by_hand, plain)
-    assert_equal(real, by_hand)
 
 
 # --- the same training ----------------------------------------------------------------------------

@@ -15,9 +15,8 @@ from recipes_lib.memory.activation_checkpointing import (
 from recipes_lib.memory.tiled_mlp import (
     Tiled,
     apply_tiled_mlp,
-    tiled_by_hand,
 )
-from tests.conftest import assert_equal, assert_same_gradients, gradients, run
+from tests.conftest import assert_equal, assert_same_gradients, run
 from tests.small_models import small_model
 
 WIDE = 160  # feed-forward width of the small models but GPT-2
@@ -39,26 +38,6 @@ def plain_tiles(module):
         return torch.cat([untiled(module, tile) for tile in tiles], dim=1).view(hidden.shape)
 
     return forward
-
-
-def test_the_idea_is_the_technique(llama):
-    """The loop that a learner copies: the same as the MLP in one piece, and as the real thing."""
-    mlp = llama.model.layers[0].mlp
-    hidden = torch.randn(3, 23, 64, requires_grad=True)
-    gradient = torch.randn(3, 23, 64)
-
-    def result(forward):
-        mlp.zero_grad()
-        output = forward(hidden)
-        (of_input,) = torch.autograd.grad(output, hidden, gradient, retain_graph=True)
-        output.backward(gradient, inputs=list(mlp.parameters()))
-        return {"output": output.detach(), "input": of_input} | gradients(mlp)
-
-    whole = result(mlp)
-    by_hand = result(lambda hidden: tiled_by_hand(mlp, hidden, tile_size=10))
-    apply_tiled_mlp(llama, tile_size=10)
-    assert_same_gradients(by_hand, whole)
-    assert_same_gradients(result(mlp), by_hand)
 
 
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gpt2"])

@@ -8,7 +8,6 @@ import torch
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.precision.mixed_precision import (
-    linear_by_hand,
     mixed_precision,
 )
 from tests.conftest import gradients, make_batch
@@ -27,30 +26,6 @@ def backward(model, batch, mp, factor=1.0):
 def relative_error(got, expected):
     square = sum((got[name] - g).square().sum() for name, g in expected.items())
     return (square / sum(g.square().sum() for g in expected.values())).sqrt()
-
-
-# --- the idea -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_linear_layer_by_hand_is_autocasts(dtype):
-    """Output and gradients to the last bit; the gradient of the fp32 master is fp32."""
-    layer = torch.nn.Linear(64, 48, bias=False)
-    upstream = torch.randn(5, 48, dtype=dtype)
-    found = []
-    for by_hand in (True, False):
-        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        layer.weight.grad = None
-        if by_hand:
-            y = linear_by_hand(x, layer.weight, dtype=dtype)
-        else:
-            with mixed_precision(dtype=dtype).autocast():
-                y = layer(x)
-        y.backward(upstream)
-        found.append((y, x.grad, layer.weight.grad))
-    assert found[0][0].dtype is dtype and found[0][2].dtype is torch.float32
-    for got, expected in zip(*found):
-        assert torch.equal(got, expected)
 
 
 # --- the step -------------------------------------------------------------------------------------
