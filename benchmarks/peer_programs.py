@@ -132,7 +132,7 @@ def bitsandbytes_eight_bits(model: Any) -> Any:
     """LLM.int8() in all linear layers."""
     layers = require("bitsandbytes").nn
 
-    def make(name: str, linear: nn.Linear) -> nn.Module:
+    def make(linear: nn.Linear) -> nn.Module:
         eight_bits = layers.Linear8bitLt(
             linear.in_features,
             linear.out_features,

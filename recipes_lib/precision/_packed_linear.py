@@ -89,7 +89,7 @@ def with_packed_layers(
     model: Any, names: Iterable[str], make: Callable[[nn.Linear], PackedLinear]
 ) -> Any:
     """Put `make(linear)` in the place of each of these layers; `model` is for inference then."""
-    replace_linears(model, lambda _, linear: make(linear), names=names)
+    replace_linears(model, make, names=names)
     refuse_save_pretrained(model)
     return model.eval().requires_grad_(False)
 

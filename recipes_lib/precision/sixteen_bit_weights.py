@@ -89,11 +89,7 @@ def apply_sixteen_bit_weights(model: Any, *, dtype: torch.dtype | None = None) -
     _round(model, path.dtype)
     layers = linear_layers(model)
     names = [name for name, layer in layers.items() if layer.weight.dtype is path.dtype]
-
-    def make(name: str, linear: nn.Linear) -> SixteenBitLinear:
-        return SixteenBitLinear(linear)
-
-    return replace_linears(model, make, names=names).eval().requires_grad_(False)
+    return replace_linears(model, SixteenBitLinear, names=names).eval().requires_grad_(False)
 
 
 def _round(model: nn.Module, dtype: torch.dtype) -> None:

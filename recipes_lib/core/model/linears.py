@@ -4,7 +4,7 @@ Precision for inference changes linear layers only: they hold nearly all weights
 them, picks those that it changes, and puts a module of its own where each one was:
 
     names = [name for name in linear_layers(model) if name != output_layer_name(model)]
-    replace_linears(model, make, names=names)        make(name, linear) -> the new module
+    replace_linears(model, make, names=names)        make(linear) -> the new module
 
 All take a Hugging Face causal LM and a decoder of `recipes_lib.inference` alike.
 
@@ -135,18 +135,18 @@ def layers_to_quantize(
 
 def replace_linears(
     model: nn.Module,
-    make: Callable[[str, nn.Linear], nn.Module],
+    make: Callable[[nn.Linear], nn.Module],
     *,
     names: Iterable[str],
 ) -> nn.Module:
-    """Put `make(name, linear)` in the place of each linear layer in `names`. Returns `model`.
+    """Put `make(linear)` in the place of each linear layer in `names`. Returns `model`.
 
     All new modules are made one by one, so that at most one layer exists twice.
     """
     layers = linear_layers(model)
     for name in names:
         # `pop`: the dictionary would keep the old layer's weights alive.
-        new = make(name, layers.pop(name))
+        new = make(layers.pop(name))
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, new)
     return model

@@ -21,6 +21,7 @@ llama.cpp's `perplexity --kl-divergence` compares quantized files by it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ def sensitivity(
     found = []
     for group, names in names_of.items():
         originals = {name: model.get_submodule(name) for name in names}
-        replace_linears(model, lambda _, linear: int8_linear(linear, kind=kind), names=names)
+        replace_linears(model, functools.partial(int8_linear, kind=kind), names=names)
         try:
             after = _log_probabilities(model, rows)
         finally:

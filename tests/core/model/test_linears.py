@@ -42,7 +42,7 @@ def test_a_token_reads_the_products_and_not_the_embedding():
         out_features = 4
 
     kept = model.blocks[1]
-    replace_linears(model, lambda name, linear: InOneByte(), names=["blocks.0"])
+    replace_linears(model, lambda linear: InOneByte(), names=["blocks.0"])
     assert model.blocks[1] is kept and output_layer_name(model) == "head"
     assert bytes_per_token(model) == 4 * (4 * 4 + 5 * 4) + 1.5 * 4 * 4
 
