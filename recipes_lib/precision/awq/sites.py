@@ -15,6 +15,7 @@ the last bit.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +68,10 @@ class Seen:
 
 def find_sites(model: Any, names: Iterable[str]) -> list[Site]:
     """The sites that hold at least one of the linear layers `names`."""
-    writers, readers = _run_and_record(model)
-    calls = [name for linears in readers.values() for name in linears]
+    readers, calls = _readers_of_norms(model)
     # Not those that the text does not run through, for images or for an encoder.
-    wanted = set(names).intersection(calls)
-    found = [*_after_norms(model, writers, readers), *_after_gates(model), *_after_values(model)]
+    wanted = {name for name in names if calls[name]}
+    found = [*_after_norms(model, readers, calls), *_after_gates(model), *_after_values(model)]
     sites = [site for site in found if wanted.intersection(site.linears)]
     if not sites:
         raise ValueError(
@@ -81,19 +81,22 @@ def find_sites(model: Any, names: Iterable[str]) -> list[Site]:
     return sites
 
 
-def _run_and_record(model: Any) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-    """By the id of each tensor of a run: the norms that returned it, the linears that read it."""
-    writers: dict[int, list[str]] = {}
-    readers: dict[int, list[str]] = {}
+def _readers_of_norms(model: Any) -> tuple[dict[str, list[str]], Counter[str]]:
+    """The linear layers that are handed the output of each norm; how often each of both ran."""
+    norm_of: dict[int, str] = {}  # by the id of its output
     alive = []  # as long as a tensor lives, no other gets its id
+    readers: dict[str, list[str]] = defaultdict(list)
+    calls: Counter[str] = Counter()
 
     def wrote(name: str, output: Any) -> None:
         alive.append(output)
-        writers.setdefault(id(output), []).append(name)
+        norm_of[id(output)] = name
+        calls[name] += 1
 
     def read(name: str, value: Any) -> None:
-        alive.append(value)
-        readers.setdefault(id(value), []).append(name)
+        calls[name] += 1
+        if id(value) in norm_of:
+            readers[norm_of[id(value)]].append(name)
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -102,19 +105,14 @@ def _run_and_record(model: Any) -> tuple[dict[int, list[str]], dict[int, list[st
             elif isinstance(module, nn.Linear):
                 hooks.enter_context(_on_input(module, name, read))
         _few_logits(model)
-    return writers, readers
+    return readers, calls
 
 
-def _after_norms(
-    model: Any, writers: dict[int, list[str]], readers: dict[int, list[str]]
-) -> Iterator[Site]:
-    calls = [name for names in readers.values() for name in names]
-    written = [name for names in writers.values() for name in names]
-    for tensor, [norm, *_] in writers.items():
-        linears = readers.get(tensor, [])
+def _after_norms(model: Any, readers: dict[str, list[str]], calls: Counter[str]) -> Iterator[Site]:
+    for norm, linears in readers.items():
         # What runs more than once in a pass has several inputs, and one weight.
-        once = all(calls.count(name) == 1 for name in linears) and written.count(norm) == 1
-        if linears and once and _offset_of(model.get_submodule(norm)) is not None:
+        once = all(calls[name] == 1 for name in (norm, *linears))
+        if once and _offset_of(model.get_submodule(norm)) is not None:
             yield Site(norm, tuple(linears))
 
 
