@@ -43,7 +43,6 @@ from recipes_lib.architecture._convolutions import (
     rounded_channels,
     seeded,
 )
-from recipes_lib.core.checks import check_choice
 
 LAST = 1280  # channels of the last convolution, at width 1
 # Of the seven stages. The first convolution has a stride of 2, too: an image of 32 pixels ends as
@@ -122,6 +121,5 @@ def replace_pooler(model: Any) -> Any:
     the mean by a window of [D, D] pixels for D channels that reaches beyond the map: runtimes of
     devices have no kernel for it, so it runs by a slow general one.
     """
-    check_choice(["mean"], pooling_type=model.config.pooling_type)
     model.efficientnet.pooler = nn.AdaptiveAvgPool2d(1)
     return model

@@ -61,5 +61,3 @@ def test_the_mean_is_the_same_without_a_window_beyond_the_map(size):
     torch.testing.assert_close(*logits)
     ours = efficient_net(width=0.25, depth=0.3)
     assert isinstance(ours.efficientnet.pooler, nn.AdaptiveAvgPool2d)
-    with pytest.raises(ValueError, match="pooling_type='max': choose one of mean"):
-        replace_pooler(small_of_transformers(pooling_type="max"))
