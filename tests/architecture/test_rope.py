@@ -54,7 +54,8 @@ def test_rotation_equals_that_of_transformers(dtype, tolerance):
     q, k = torch.randn(2, 2, 3, 37, 16, dtype=dtype)
     positions = torch.stack([torch.arange(37), torch.arange(5000, 5037)])
     cos, sin = LlamaRotaryEmbedding(config)(q, positions)
-    frequencies = 10000.0 ** (-torch.arange(0, 16, 2) / 16)  # of each pair
+    # Rounded as in transformers: 6e-8 of 5,000 radians is not nothing.
+    frequencies = 1 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
     for ours, theirs in zip((q, k), apply_rotary_pos_emb(q, k, cos, sin)):
         turned = rotate(ours, positions, frequencies)
         torch.testing.assert_close(turned, theirs, rtol=tolerance, atol=tolerance)
