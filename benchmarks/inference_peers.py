@@ -58,23 +58,23 @@ class Row:
     prefill: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Texts:
-    """A question to answer with so many new tokens, and a long text to read."""
-
-    question: list[int]
-    new_tokens: int
-    long_text: list[int]
-
-
 def compare(
-    peers: Sequence[Peer], texts: Texts, *, reference: Callable[[], Loaded], rounds: int
+    peers: Sequence[Peer],
+    *,
+    question: list[int],
+    new_tokens: int,
+    long_text: list[int],
+    reference: Callable[[], Loaded],
+    rounds: int,
 ) -> Iterator[list[Row]]:
     """Yield the rows after each round, and once before the first.
 
-    `reference` loads the program whose tokens are the right ones.
+    Args:
+        question: to answer with so many new tokens.
+        long_text: to read.
+        reference: loads the program whose tokens are the right ones.
     """
-    right = reference().write(texts.question, texts.new_tokens)
+    right = reference().write(question, new_tokens)
     rows = {}
     for peer in peers:
         try:
@@ -82,22 +82,17 @@ def compare(
         except (ImportError, ValueError) as error:  # not installed, or a file is not here
             print(f"left out: {peer.name}: {error}", flush=True)
             continue
-        writing = Writing(partial(partial, loaded.write, texts.question), texts.new_tokens)
-        loaded.read(texts.long_text)  # warms up
-        equal = equal_tokens(writing.tokens, right)
-        rows[peer.name] = Row(peer, loaded, writing, equal)
+        writing = Writing(partial(partial, loaded.write, question), new_tokens)
+        loaded.read(long_text)  # warms up
+        rows[peer.name] = Row(peer, loaded, writing, equal_tokens(writing.tokens, right))
     yield list(rows.values())
     for names in there_and_back(list(rows), rounds=rounds):
         for name in names:
-            take_turn(rows[name], texts)
+            row = rows[name]
+            row.decode.append(1e3 * row.writing()["seconds_per_token"])
+            seconds, _ = timed(partial(row.loaded.read, long_text))
+            row.prefill.append(1e3 * seconds)
         yield list(rows.values())
-
-
-def take_turn(row: Row, texts: Texts) -> None:
-    """One round of one program."""
-    row.decode.append(1e3 * row.writing()["seconds_per_token"])
-    seconds, _ = timed(partial(row.loaded.read, texts.long_text))
-    row.prefill.append(1e3 * seconds)
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -106,24 +101,23 @@ def take_turn(row: Row, texts: Texts) -> None:
 def contents(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows as they are written into the file."""
     by_name = {row.peer.name: row for row in rows}
-    return [_content(row, by_name.get(row.peer.beside)) for row in rows]
-
-
-def _content(row: Row, beside: Row | None) -> dict[str, Any]:
-    peer = row.peer
-    content = {
-        "name": peer.name,
-        "version": row.loaded.version,
-        "bits": peer.bits,
-        "decode_ms": spread(row.decode),
-        "prefill_ms": spread(row.prefill),
-        "beside": peer.beside,
-        "equal_tokens": row.equal_tokens,
-    }
-    if beside is not None:
-        content["ratio"] = spread(ratios(row.decode, beside.decode))
-        content["prefill_ratio"] = spread(ratios(row.prefill, beside.prefill))
-    return content
+    found = []
+    for row in rows:
+        content = {
+            "name": row.peer.name,
+            "version": row.loaded.version,
+            "bits": row.peer.bits,
+            "decode_ms": spread(row.decode),
+            "prefill_ms": spread(row.prefill),
+            "beside": row.peer.beside,
+            "equal_tokens": row.equal_tokens,
+        }
+        beside = by_name.get(row.peer.beside)
+        if beside is not None:
+            content["ratio"] = spread(ratios(row.decode, beside.decode))
+            content["prefill_ratio"] = spread(ratios(row.prefill, beside.prefill))
+        found.append(content)
+    return found
 
 
 def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:
@@ -135,12 +129,8 @@ def spread(values: Sequence[float]) -> dict[str, Any] | None:
     """Median, smallest and largest, and the value of each round; None without values."""
     if not values:
         return None
-    return {
-        "median": statistics.median(values),
-        "low": min(values),
-        "high": max(values),
-        "rounds": list(values),
-    }
+    ends = {"low": min(values), "high": max(values)}
+    return {"median": statistics.median(values), **ends, "rounds": list(values)}
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -151,35 +141,31 @@ def all_programs() -> list[Peer]:
     return [*programs_on_pytorch(), *llama_cpp_formats()]
 
 
-def texts_of(*, new_tokens: int, prompt: int) -> Texts:
-    """The question of notebook 03, and `prompt` tokens of Python's standard library to read."""
+def measured(settings: Settings) -> Iterator[dict[str, Any]]:
+    """The rows after each round."""
+    if hasattr(os, "sched_setaffinity"):  # all programs run on one core
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     tokenizer = load_tokenizer()
     question = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_dict=True
     )["input_ids"]
     # A token has a few letters, so ten letters for each of them are enough text.
-    text = load_text(split="validation")[: 10 * prompt + 1_000]
-    return Texts(question, new_tokens, tokenizer(text)["input_ids"][:prompt])
-
-
-def stay_on_one_core() -> None:
-    """All programs run where this process may run. Not every system can say where that is."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-
-
-def measured(settings: Settings) -> Iterator[dict[str, Any]]:
-    """The rows after each round."""
-    stay_on_one_core()
-    texts = texts_of(new_tokens=settings.new_tokens, prompt=settings.prompt)
+    text = load_text(split="validation")[: 10 * settings.prompt + 1_000]
+    long_text = tokenizer(text)["input_ids"][: settings.prompt]
     facts = {
         "source": model_source(),
         "new_tokens": settings.new_tokens,
-        "decode_after_tokens": len(texts.question),
-        "prefill_tokens": len(texts.long_text),
+        "decode_after_tokens": len(question),
+        "prefill_tokens": len(long_text),
     }
-    reference = partial(load_transformers, torch.float32)
-    rounds = compare(all_programs(), texts, reference=reference, rounds=settings.rounds)
+    rounds = compare(
+        all_programs(),
+        question=question,
+        new_tokens=settings.new_tokens,
+        long_text=long_text,
+        reference=partial(load_transformers, torch.float32),
+        rounds=settings.rounds,
+    )
     for done, rows in enumerate(rounds):
         yield facts | {"rounds": done, "rows": contents(rows)}
 

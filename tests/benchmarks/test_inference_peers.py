@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 from benchmarks import inference_peers, peer_llama_cpp
-from benchmarks.inference_peers import Row, Texts, compare, contents
+from benchmarks.inference_peers import Row, compare, contents
 from benchmarks.peer_programs import Loaded, Peer
 
-TEXTS = Texts(question=[1, 2, 3], new_tokens=4, long_text=[1] * 8)
+TEXTS = {"question": [1, 2, 3], "new_tokens": 4, "long_text": [1] * 8}
 RIGHT = [7, 7, 7, 7]
 
 
@@ -29,7 +29,7 @@ def test_a_program_that_is_not_installed_is_left_out_and_the_others_go_on(monkey
     """The mistake: one missing package ends the comparison of all."""
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # importing it fails
     peers = [peer("llama", lambda: peer_llama_cpp.load_llama_cpp("Q8_0")), peer("other", program)]
-    *_, rows = compare(peers, TEXTS, reference=program, rounds=2)
+    *_, rows = compare(peers, **TEXTS, reference=program, rounds=2)
     (row,) = contents(rows)
     assert (row["name"], len(row["decode_ms"]["rounds"])) == ("other", 2)
     assert "left out: llama: this recipe needs llama_cpp" in capsys.readouterr().out
