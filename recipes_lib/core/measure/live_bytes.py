@@ -26,8 +26,12 @@ from unittest import mock
 
 import torch
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+# What gives the storage that it was given.
+SAME_STORAGE = {torch.ops.aten.view.default, torch.ops.aten.detach.default}
 
 
 class Listener:
@@ -106,7 +110,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not self._is_traced(func, leaf):
                 self.see(leaf)
         self.peak = max(self.peak, self.current)
         self._listener.operator_ended()
@@ -116,6 +120,15 @@ class LiveBytes(TorchDispatchMode):
                 f"the limit is {self._limit:,}"
             )
         return out
+
+    def _is_traced(self, func: Any, out: torch.Tensor) -> bool:
+        """Whether `out` only stands for a gradient, while a dry run traces code for a compiler.
+
+        The tracer makes it out of sight of this account, and then takes a view of it in its sight.
+        """
+        if func not in SAME_STORAGE or not isinstance(out, FakeTensor):
+            return False
+        return self._fake_mode is not None and out.untyped_storage()._cdata not in self._storages
 
     def see(self, tensor: torch.Tensor) -> int | None:
         """Enter a storage that is new; returns its number, or None if it does not count."""

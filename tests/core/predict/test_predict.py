@@ -56,15 +56,12 @@ def test_the_peak_is_the_measured_one_to_the_byte(family, name):
 @pytest.mark.survey
 @pytest.mark.parametrize("changes", [(), (checkpointed,)], ids=["alone", "checkpointed"])
 def test_compiled_blocks(changes):
-    """The mistake: what the compiler makes again in backward counts as kept.
-
-    The trace of a block keeps what came into the first one: a tensor [T, D] too many, which weighs
-    in so small a model.
-    """
+    """The mistakes: what the compiler makes again in backward counts as kept; or what its trace
+    of a block holds, one tensor [T, D]."""
     step = partial(plain_step, batch_of(rows=8, tokens=128))
     recipe = Recipe((apply_compiled_blocks, *changes), step=lambda ignored: step())
     build = build_of("llama", recipe)
-    assert predict(build).peak == pytest.approx(measured(build).peak_bytes, rel=0.025)
+    assert predict(build).peak == pytest.approx(measured(build).peak_bytes, rel=0.005)
 
 
 @pytest.mark.survey
