@@ -120,6 +120,7 @@ cpu = dict(
     rounds=2,  # of turns on the clock
     trained="smollm2",  # the model whose losses say something
     cards=("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"),  # shapes for the cards
+    methods=("fp32", "full", "QLoRA"),  # in which they train there
 )
 gpu16 = cpu | dict(shape="llama-3.2-1b", layers=4, limit=11 * GIB, common=1024)
 gpu16 |= dict(tile=512, cost=16384, along=(8192, 16384, 32768, 65536))
@@ -128,9 +129,8 @@ gpu24 = gpu16 | dict(layers=None, limit=14 * GIB)
 # Continuous integration checks that the code works, not how much it saves.
 brief = cpu | dict(shape="tiny-smollm2", trained="tiny-smollm2", limit=200 * 2**20)
 brief |= dict(common=32, grows=256, tile=16, short=256, long=512, cost=256)
-brief |= dict(
-    read=1024, window=64, along=(64, 256, 1024), rounds=1, cards=("tiny-smollm2",)
-)
+brief |= dict(read=1024, window=64, along=(64, 256, 1024), rounds=1)
+brief |= dict(cards=("tiny-smollm2",), methods=("QLoRA",))
 sizes = choose_sizes(cpu=cpu, gpu16=gpu16, gpu24=gpu24, gpu80=gpu24, fast=brief)
 sizes
 
@@ -1056,7 +1056,6 @@ room = {
     title: 0.95 * CARDS[card].for_tensors - 2 * CARDS[card].workspace
     for title, card in cards.items()
 }
-bytes_of_a_weight = {"fp32": 4, "full": 2, "QLoRA": 2}
 
 
 def by_equation(model, method, chunked):
@@ -1130,7 +1129,7 @@ steps_on_the_a100 = []
 for shape in sizes.cards:
     model = model_of_shape(shape, dtype=torch.bfloat16, device="meta")
     blocks = model.config.num_hidden_layers
-    for method, bytes_of_one in bytes_of_a_weight.items():
+    for method in sizes.methods:
         # Weights, gradients and both averages.
         if method == "fp32" and 16 * model.num_parameters() > max(room.values()):
             continue
@@ -1148,7 +1147,8 @@ for shape in sizes.cards:
             tokens = where_it_ends(*ends, limit)
             lengths.append(tokens)
             cells.append(" → ".join(thousands(each) for each in lengths))
-        on_host = (blocks - 1) * 100_000 * model.config.hidden_size * bytes_of_one
+        of_a_number = 4 if method == "fp32" else 2  # bytes
+        on_host = (blocks - 1) * 100_000 * model.config.hidden_size * of_a_number
         table.append([f"{shape} {method}", *cells, f"{on_host / 1e9:,.0f} GB"])
         # 4/3: forward runs twice.
         operations = 4 / 3 * step_operations(model, rows=1, length=max(tokens, 2))
