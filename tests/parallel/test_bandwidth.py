@@ -1,46 +1,17 @@
 """Times of collectives, and the formulas of a ring."""
 
 import pytest
-import torch
-from torch import distributed
 
-from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.agreement import agree
-from recipes_lib.core.ranks.traffic import count_traffic, ring_bytes
 from recipes_lib.parallel.bandwidth import (
     BusPoint,
     Link,
     fit_link,
     measure_bus_bandwidth,
-    ring_all_reduce,
 )
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 SIZES = [2**12, 2**16, 2**20, 2**22]
-
-
-# --- the idea -------------------------------------------------------------------------------------
-
-
-def sum_in_a_ring():
-    """A tensor that differs on each rank, summed by hand and by PyTorch, and the traffic."""
-    uneven = torch.randn(5, 3) + rank()
-    mine = torch.randn(4, 6) + rank()
-    expected = [uneven.clone(), mine.clone()]
-    for tensor in expected:
-        distributed.all_reduce(tensor)
-    ring_all_reduce(uneven)
-    with count_traffic() as traffic:
-        ring_all_reduce(mine)
-    return [uneven, mine], expected, traffic
-
-
-def test_a_ring_sums_and_sends_what_the_formula_says(four_ranks):
-    """The mistake: a chunk that misses a summand, or an extra round."""
-    got, expected, traffic = four_ranks.run(sum_in_a_ring)
-    torch.testing.assert_close(got, expected)
-    assert traffic.calls == {"send": 2 * 3}
-    assert traffic.sent == ring_bytes("all_reduce", 4 * 24, 4) == 4 * 24 * 2 * 3 / 4
 
 
 # --- the technique --------------------------------------------------------------------------------
