@@ -43,8 +43,14 @@ class Bench:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        check_whole(batch_size=self.batch_size)
+        check_whole(batch_size=self.batch_size, micro_batches=self.micro_batches)
         check_whole(least=2, seq_len=self.seq_len)  # the first token of a row is nobody's target
+        if self.layers is not None and self.model_name not in SHAPES:
+            raise ValueError(f"layers={self.layers}: only a shape has fewer: {', '.join(SHAPES)}")
+        if self.batch_size % self.micro_batches:
+            raise ValueError(
+                f"micro_batches={self.micro_batches} must divide batch_size={self.batch_size}"
+            )
 
     def fresh(self) -> Any:
         """The model, each time with the same weights."""

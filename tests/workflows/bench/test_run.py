@@ -29,5 +29,10 @@ def test_compiled_blocks_have_a_timeline_too(bench, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_measured_is_refused(bench):
+    """The mistakes: layers that a loaded model keeps, and rows that no micro-batch takes."""
+    with pytest.raises(ValueError, match="must divide"):
+        Bench("tiny-llama", 4, 32, micro_batches=3)
+    with pytest.raises(ValueError, match="only a shape"):
+        Bench("smollm2", 4, 32, micro_batches=4, layers=2)
     with pytest.raises(ValueError, match="technique='baseline': choose one of"):
         bench.run("baseline")  # beside itself
