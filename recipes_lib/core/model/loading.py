@@ -111,13 +111,14 @@ def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
     So many families name such parameters, some for fp16 alone, and `from_pretrained(dtype=…)`
     leaves them in fp32. What is rounded by hand has to.
     """
-    if not hasattr(model, "_get_dtype_plan"):  # a decoder
-        return set()
-    # As in transformers: a part of the name, in which a star stands for anything.
-    patterns = [re.escape(part).replace(r"\*", ".*") for part in model._get_dtype_plan(dtype)]
+    patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype is torch.float16:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     if not patterns:
         return set()
-    named = re.compile("|".join(patterns))
+    # As in transformers: a part of the name, in which a star stands for anything.
+    parts = [re.escape(pattern).replace(r"\*", ".*") for pattern in sorted(patterns)]
+    named = re.compile("|".join(parts))
     return {name for name, _ in model.named_parameters() if named.search(name)}
 
 
