@@ -694,7 +694,7 @@ climb("FSDP × TP", 4, "work is split")
 # **The idea.** A schedule is an order of actions for each rank. In *GPipe* a rank does all forwards, then all backwards. In *1F1B*, one forward and one backward, it changes between them as soon as it can. The two differ only in how many forwards come before the first backward.
 
 # %%
-from recipes_lib.parallel.pipeline_parallel.clock import bubble_of
+from recipes_lib.parallel.pipeline_parallel.timed_actions import bubble_of
 from recipes_lib.parallel.pipeline_parallel import (
     order_of_rank,
     predicted_bubble,

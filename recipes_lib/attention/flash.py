@@ -41,7 +41,7 @@ from recipes_lib.core.model.causal_lm import (
     projection_widths,
     require_causal_lm,
 )
-from recipes_lib.core.model.grouped_heads import without_grouped_heads
+from recipes_lib.core.model.kernels_for_grouped_heads import without_grouped_heads
 from recipes_lib.core.model.probe import proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------

@@ -11,8 +11,13 @@ from recipes_lib.parallel.pipeline_parallel import (
     predicted_bubble,
     warm_up_of_rank,
 )
-from recipes_lib.parallel.pipeline_parallel.clock import BACKWARD, FORWARD, Action, bubble_of
 from recipes_lib.parallel.pipeline_parallel.stage import Stage
+from recipes_lib.parallel.pipeline_parallel.timed_actions import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    bubble_of,
+)
 from tests.core.refusal import refusal
 from tests.parallel.parity import (
     MAX_NORM,

@@ -8,7 +8,7 @@ from recipes_lib.parallel.quantized_shards import (
     apply_quantized_shards,
     weight_of_shards,
 )
-from recipes_lib.parallel.quantized_shards.layer import packed, packed_shape
+from recipes_lib.parallel.quantized_shards.nf4_linear import packed, packed_shape
 from recipes_lib.parallel.quantized_shards.predicted_rank import beside_parts, dry_quantized_rank
 from tests.parallel.parity import (
     MAX_NORM,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recipes_lib.core.ranks.rank_pool import RankPool
-from recipes_lib.parallel.pipeline_parallel.clock import BACKWARD, FORWARD
+from recipes_lib.parallel.pipeline_parallel.timed_actions import BACKWARD, FORWARD
 from recipes_lib.workflows.on_ranks import demonstrations, libraries
 from recipes_lib.workflows.on_ranks.plans import plan_of
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES

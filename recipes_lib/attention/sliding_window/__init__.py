@@ -49,7 +49,7 @@ from recipes_lib.attention._unsupported import (
 )
 from recipes_lib.attention.sliding_window.banded import band, banded_attention, block_length
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.grouped_heads import without_grouped_heads
+from recipes_lib.core.model.kernels_for_grouped_heads import without_grouped_heads
 from recipes_lib.core.model.probe import TOKENS, proves
 from recipes_lib.core.model.probe.documents import require_one_document
 

@@ -58,7 +58,7 @@ from recipes_lib.core.model.causal_lm import (
     without_adapters,
 )
 from recipes_lib.core.model.decoding import KeyValueCache
-from recipes_lib.core.model.grouped_heads import without_grouped_heads
+from recipes_lib.core.model.kernels_for_grouped_heads import without_grouped_heads
 from recipes_lib.inference.decode_loop.from_transformers import (
     Sizes,
     activation_of,

@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.nn import functional as F
 
-from recipes_lib.core.model.grouped_heads import without_grouped_heads
+from recipes_lib.core.model.kernels_for_grouped_heads import without_grouped_heads
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Any, scale: float) -> Tensor:

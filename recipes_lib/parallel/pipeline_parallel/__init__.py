@@ -28,7 +28,7 @@ Source     Huang et al., "GPipe" (arXiv 1811.06965); Narayanan et al., PipeDream
 
 Shapes: B batch, M micro-batches, S sequence, D hidden, V vocabulary; P ranks.
 
-clock  which rank computed what from when to when, and what of it is idle
+timed_actions  which rank computed what from when to when, and what of it is idle
 stage  some blocks of a model as a module of their own
 """
 
@@ -53,14 +53,14 @@ from recipes_lib.core.ranks.collectives import exchange
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import one_axis
 from recipes_lib.parallel._kept_bytes import STATES, Kept
-from recipes_lib.parallel.pipeline_parallel.clock import (
+from recipes_lib.parallel.pipeline_parallel.stage import Stage, drop_all_but, require_family
+from recipes_lib.parallel.pipeline_parallel.timed_actions import (
     BACKWARD,
     FORWARD,
     Action,
     Clock,
     TimedStage,
 )
-from recipes_lib.parallel.pipeline_parallel.stage import Stage, drop_all_but, require_family
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,

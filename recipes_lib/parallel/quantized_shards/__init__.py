@@ -25,7 +25,7 @@ The order of recipes: QLoRA, checkpoints, this, the optimizer.
 
 predicted_rank  the memory of one rank for a model of any size, without a GPU
 cut_vocabulary  a frozen embedding and output layer, gathered a few rows at a time
-layer  a 4-bit linear layer whose codes and scales are parameters
+nf4_linear  a 4-bit linear layer whose codes and scales are parameters
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from recipes_lib.parallel._sharding import (
     sharding_options,
 )
 from recipes_lib.parallel.quantized_shards.cut_vocabulary import cut_ends, ends_can_be_cut
-from recipes_lib.parallel.quantized_shards.layer import pack_layers
+from recipes_lib.parallel.quantized_shards.nf4_linear import pack_layers
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.predict import Prediction, predict
 from recipes_lib.core.ranks.weighted_step import sum_of_losses
 from recipes_lib.parallel.quantized_shards import apply_quantized_shards
-from recipes_lib.parallel.quantized_shards.layer import packed_shape
+from recipes_lib.parallel.quantized_shards.nf4_linear import packed_shape
 
 RANK = 16  # of an adapter on every linear layer of the blocks
 AT_REST = ("weights", "gradients", "states")  # in parts, which offload keeps on the host

@@ -28,7 +28,7 @@ from recipes_lib.core.ranks.agreement import same_error_on_all_ranks
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint
 from recipes_lib.fine_tuning.lora import target_linears
 from recipes_lib.fine_tuning.qlora import block_size_of, check_gradient_flow
-from recipes_lib.parallel.quantized_shards.layer import pack_layers
+from recipes_lib.parallel.quantized_shards.nf4_linear import pack_layers
 from recipes_lib.workflows.finetune import shards
 from recipes_lib.workflows.finetune.loop import adapt, micro_batches
 from recipes_lib.workflows.finetune.settings import Settings

@@ -49,7 +49,7 @@ from recipes_lib.parallel.fully_sharded.observed import (
     measured_strategy,
 )
 from recipes_lib.parallel.pipeline_parallel import apply_pipeline_parallel
-from recipes_lib.parallel.pipeline_parallel.clock import Action
+from recipes_lib.parallel.pipeline_parallel.timed_actions import Action
 from recipes_lib.parallel.zero import apply_zero, owners_of, step_of_own_part
 from recipes_lib.workflows.on_ranks.strategies import Options, adamw, own_rows
 from recipes_lib.workflows.on_ranks.train import byte_batches, small_llama
