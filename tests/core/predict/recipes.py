@@ -184,12 +184,13 @@ class Recipe:
 
 def build_of(family: str, recipe: Recipe, **sizes: Any) -> Build:
     """`build` of `predict`; `sizes` are those of the configuration."""
+    batch = batch_of()  # outside, as data are: a step without data knows the values of its tokens
 
     def build() -> tuple[Any, Any, Step]:
         model = model_of(family, recipe.dtype, **sizes)
         for change in recipe.changes:
             model = change(model)
-        return model, recipe.optimizer(model), recipe.step(batch_of())
+        return model, recipe.optimizer(model), recipe.step(batch)
 
     return build
 

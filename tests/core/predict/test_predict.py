@@ -28,6 +28,7 @@ CASES = [("llama", "gradient accumulation"), ("llama", "selective checkpointing"
 CASES += [("llama", "activations on disk"), ("llama", "in backward, checkpointed")]
 CASES += [("llama", "bf16, stochastic rounding"), ("llama", "block sparse"), ("llama", "packing")]
 CASES += [("llama", "QLoRA, all of it"), ("llama", "long texts"), ("llama", "fp16 autocast")]
+CASES += [("llama", "loss of answers")]
 CASES += [("gpt2", "baseline"), ("gpt2", "LoRA, checkpointed")]
 NUMBERS = 64  # bytes of a loss scale or a norm: whose they are is not the same twice
 
