@@ -11,8 +11,8 @@ and fills it again. So `UntypedStorage.resize_` tells this account, too.
 
 One thing differs under such a mode. Where two gradients of one tensor meet, autograd adds the
 second to the first in place, if nobody else holds the first. In a dispatch mode, ours or that of a
-dry run, it makes a third tensor. With a tied embedding and a loss in chunks that is one more table
-of the embedding, where backward ends.
+dry run, it makes a third tensor. With a tied embedding, and a loss in chunks or autocast, that is
+one more table of the embedding, where backward ends.
 """
 
 from __future__ import annotations

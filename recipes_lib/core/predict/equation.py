@@ -45,7 +45,6 @@ class Sizes:
     """What the bytes of a step follow from."""
 
     tokens: int  # T
-    length: int  # S, of a row
     hidden: int  # D
     queries: int  # Q
     keys: int  # KV
@@ -55,12 +54,12 @@ class Sizes:
     element: int  # bytes of a weight and of an activation
     table: int  # bytes of the output layer V D
     tied: bool  # the embedding is the output layer
-    heads: int  # of attention
+    scores: int  # bytes of those of a block's attention, [heads, S, S] of each row
     in_mlp: int  # tokens that an MLP sees at a time: t where it works in tiles, else T
     linears: int  # weights of the linear layers in all blocks
     linear_bytes: int  # of those weights: in 16 or 32 bits, or in four
     ends: int  # weights of the two sides of those layers: the numbers that adapters have per rank
-    head_norms: bool = False  # of queries and of keys, as in Qwen3
+    normed: int  # numbers per token that norms of queries and keys read, as in Qwen3
     norms_in_tiles: bool = False
 
 
@@ -91,23 +90,21 @@ class StepBytes:
         """Bytes at the largest moment."""
         return max(self.moments().values())
 
-    def terms(self) -> dict[str, int]:
-        """The terms by name, in bytes."""
-        return {name: value for name, value in vars(self).items() if name != "sizes"}
-
     def __str__(self) -> str:
-        lines = [_line(NAMES.get(name, name), size) for name, size in self.terms().items() if size]
-        moment = max(self.moments(), key=self.moments().__getitem__)
-        return "\n".join([*lines, f"{_line('peak', self.peak)}, when {moment}"])
+        terms = {name: value for name, value in vars(self).items() if name != "sizes" and value}
+        lines = [_line(NAMES.get(name, name), value) for name, value in terms.items()]
+        moments = self.moments()
+        highest = max(moments, key=moments.get)
+        return "\n".join([*lines, f"{_line('peak', self.peak)}, when {highest}"])
 
 
 def _line(name: str, size: int) -> str:
     return f"{name:<17}{size / 2**20:>9,.0f} MiB"
 
 
-def sizes_of(model: Any, *, rows: int, length: int) -> Sizes:
-    """The sizes of `model`, which may be on "meta", for a step of `rows` x `length` tokens."""
+def _sizes_of(model: Any, rows: int, length: int) -> Sizes:
     check_whole(rows=rows, length=length)
+    tokens = rows * length
     config = model.config.get_text_config()
     queries, keys, feed_forward = projection_widths(config)
     visited = getattr(config, "num_experts_per_tok", None)
@@ -115,26 +112,27 @@ def sizes_of(model: Any, *, rows: int, length: int) -> Sizes:
         feed_forward = visited * getattr(config, "moe_intermediate_size", feed_forward)
     blocks = decoder_blocks(model)
     table = model.get_output_embeddings().weight
+    element = table.dtype.itemsize
+    normed = queries + keys if "q_norm" in leaf_names(blocks[0]) else 0
     in_blocks = [features(layer) for layer in blocks.modules() if is_linear(layer)]
     linears = sum(inputs * outputs for inputs, outputs in in_blocks)
     return Sizes(
-        tokens=rows * length,
-        length=length,
+        tokens=tokens,
         hidden=config.hidden_size,
         queries=queries,
         keys=keys,
         feed_forward=feed_forward,
         blocks=len(blocks),
         vocabulary=config.vocab_size,
-        element=table.dtype.itemsize,
-        heads=config.num_attention_heads,
-        in_mlp=rows * length,
+        element=element,
+        scores=config.num_attention_heads * tokens * length * element,
+        in_mlp=tokens,
         table=tensor_bytes(table),
         tied=table is model.get_input_embeddings().weight,
         linears=linears,
-        linear_bytes=linears * table.dtype.itemsize,
+        linear_bytes=linears * element,
         ends=sum(inputs + outputs for inputs, outputs in in_blocks),
-        head_norms="q_norm" in leaf_names(blocks[0]),
+        normed=normed,
     )
 
 
@@ -142,8 +140,8 @@ def sizes_of(model: Any, *, rows: int, length: int) -> Sizes:
 
 
 def plain_step(model: Any, *, rows: int, length: int) -> StepBytes:
-    """Forward, backward and AdamW, all in the dtype of the model."""
-    sizes = sizes_of(model, rows=rows, length=length)
+    """Forward, backward and AdamW, all in the dtype of `model`, which may be on "meta"."""
+    sizes = _sizes_of(model, rows, length)
     weights = sum(tensor_bytes(parameter) for parameter in model.parameters())
     return StepBytes(
         weights=weights,
@@ -165,9 +163,7 @@ def _block(sizes: Sizes) -> int:
     mlp = 4 * sizes.feed_forward  # gate, up, the activated gate, and the product
     if sizes.in_mlp < sizes.tokens:
         mlp = 0  # in tiles: backward makes them again
-    of_heads = 0
-    if sizes.head_norms:  # their input in fp32, and that normalised
-        of_heads = (sizes.queries + sizes.keys) * (FP32 + sizes.element)
+    of_heads = sizes.normed * (FP32 + sizes.element)  # their input in fp32, and that normalised
     return sizes.tokens * (2 * _norm(sizes) + of_heads + sizes.element * (attention + mlp))
 
 
@@ -188,9 +184,8 @@ def _logits(sizes: Sizes) -> int:
 def with_eager_attention(step: StepBytes) -> StepBytes:
     """All scores [heads, S, S] after the softmax, and K and V copied for each head."""
     sizes = step.sizes
-    scores = sizes.heads * sizes.tokens * sizes.length * sizes.element
     copies = 2 * sizes.tokens * (sizes.queries - sizes.keys) * sizes.element
-    return replace(step, activations=step.activations + sizes.blocks * (scores + copies))
+    return replace(step, activations=step.activations + sizes.blocks * (sizes.scores + copies))
 
 
 def with_tiled_mlp(step: StepBytes, *, tile: int, norms: bool = False) -> StepBytes:
@@ -211,10 +206,9 @@ def with_checkpointing(step: StepBytes, *, group: int = 1) -> StepBytes:
     sizes = step.sizes
     one = sizes.tokens * sizes.hidden * sizes.element  # input [T, D]
     outside = sizes.tokens * _norm(sizes)  # the last norm, free before a block is made again
-    whole = sizes.in_mlp == sizes.tokens
     of_a_tile = sizes.element * sizes.in_mlp * 2 * sizes.feed_forward
     inside = _block(sizes) + one + of_a_tile
-    if not whole:
+    if sizes.in_mlp < sizes.tokens:
         # The gradient of the input grows beside that of the output: with all of one tile, or when
         # the parts of all tiles are put together.
         inside += one + max(2 * of_a_tile, one - of_a_tile)
@@ -327,7 +321,6 @@ def sharded(step: StepBytes, *, ranks: int) -> StepBytes:
     is there twice: as it arrives and as it is put together; its gradient as made and as sent. One
     that is tied to the embedding is whole from forward to backward, and its gradient waits.
     """
-    check_whole(ranks=ranks)
     sizes = step.sizes
     block = sizes.linear_bytes // sizes.blocks
     logits = _logits(sizes)

@@ -62,6 +62,7 @@ def test_of_a_distributed_tensor_the_part_counts(two_ranks):
 
 
 def test_error_inside_leaves_nothing_behind():
+    """The mistake: an account that goes on after the block that failed."""
     with pytest.raises(RuntimeError, match="mine"), PeakMemory() as memory:
         raise RuntimeError("mine")
     peak = memory.peak
@@ -73,6 +74,7 @@ def test_error_inside_leaves_nothing_behind():
 
 
 def test_a_limit_ends_the_operator_that_goes_over_it():
+    """The mistake: what was alive before the block counts against its limit, or nothing does."""
     with PeakMemory() as memory:
         alive = memory.current
     limited = PeakMemory(limit_bytes=alive + 4 * MIB)
@@ -110,6 +112,7 @@ def test_compiled_blocks_are_measured_as_they_run():
 
 @pytest.mark.gpu
 def test_cuda_peaks_nest():
+    """The mistake: the inner block restarts the device's counter, and the outer one loses it."""
     with PeakMemory() as outer:
         base = outer.current
         with PeakMemory() as inner:
@@ -146,6 +149,7 @@ def test_fake_tensors_of_the_compiler_do_not_count():
 
 
 def test_turns_go_forth_and_back():
+    """The mistake: the same row is always the first, while the machine is cold."""
     done = []
     seconds = in_turns({name: lambda name=name: done.append(name) for name in "abc"}, rounds=3)
     assert "".join(done) == "abccbaabc"

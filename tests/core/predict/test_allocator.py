@@ -32,6 +32,7 @@ def freed(allocator, *numbers):
     ],
 )
 def test_sizes_are_rounded_and_come_from_segments(size, allocated, reserved):
+    """The mistake: a size at one of the borders falls on the other side of it."""
     allocator = taken(size)
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
@@ -63,6 +64,7 @@ def test_the_smallest_that_is_large_enough_is_taken():
 
 
 def test_peaks_restart():
+    """The mistake: the peak of the first step, in which states are made, is that of the second."""
     allocator = freed(taken(30 * MIB, 4 * MIB), 0)
     assert allocator.peak_allocated == 34 * MIB
     allocator.restart_peak()

@@ -27,7 +27,7 @@ def counted(model):
 
 @pytest.mark.parametrize("family", ["tiny-mistral", "tiny-gpt2"])
 def test_full_fine_tuning(family):
-    """Tied and untied output layers, grouped heads, Conv1D."""
+    """The mistakes: a tied output layer that is left out, ungrouped heads, Conv1D as no layer."""
     model = model_of_shape(family, device="cpu")
     assert step_operations(model, **SIZES) == pytest.approx(counted(model), rel=0.01)
 
@@ -40,12 +40,14 @@ def test_lora():
 
 @pytest.mark.parametrize("part", ["layers.3", "norm"])
 def test_below_the_first_part_that_trains_there_is_no_backward(part):
+    """The mistake: gradients of inputs in blocks that nobody trains."""
     model = model_of_shape("tiny-llama", layers=4, device="cpu").requires_grad_(False)
     model.model.get_submodule(part).requires_grad_(True)
     assert step_operations(model, **SIZES) == pytest.approx(counted(model), rel=0.03)
 
 
 def test_four_bits_are_the_same_products():
+    """The mistake: a packed weight has half as many numbers, and counts half."""
     pytest.importorskip("bitsandbytes")
     adapted = apply_lora(model_of_shape("tiny-llama", device="cpu"), rank=4, alpha=8)
     quantized = apply_qlora(model_of_shape("tiny-llama", device="cpu"), rank=4, alpha=8)
