@@ -5,8 +5,8 @@ looks for parts of the model that the backend knows, and hands them over: they a
 it does not know stays outside and runs on portable kernels. These are plain loops, and a single
 one of them can take longer than all the rest of a model.
 
-    with XNNPACK      [convolution, clamp, convolution, add, linear]         1 subgraph
-    with a stranger   [convolution, clamp] avg_pool2d [convolution, linear]  2 subgraphs, 1 outside
+    with XNNPACK      [convolution, clamp, convolution, add, linear]         all inside
+    with a stranger   [convolution, clamp] avg_pool2d [convolution, linear]  1 outside
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Delegation:
     """Which operators of a model a backend has taken, as rows for a table or a chart."""
 
     rows: tuple[OperatorRow, ...]
-    subgraphs: int
 
     @property
     def share(self) -> float:
@@ -87,16 +86,14 @@ def whole_or_none(path: Path) -> Iterator[Path]:
 def read_delegation(graph_module: Any) -> Delegation:
     """Count the operators of a lowered graph, inside and outside of its delegated subgraphs."""
     inside = Counter()
-    subgraphs = 0
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.name.startswith("lowered_module_"):
-            subgraphs += 1
             part = getattr(graph_module, node.name)
             inside.update(_operator_names(part.original_module.graph.nodes))
     outside = Counter(_operator_names(graph_module.graph.nodes))
     names = sorted(inside | outside)
     rows = [OperatorRow(name, inside[name], outside[name]) for name in names]
-    return Delegation(rows=tuple(rows), subgraphs=subgraphs)
+    return Delegation(tuple(rows))
 
 
 def _operator_names(nodes: Iterable[Any]) -> list[str]:
