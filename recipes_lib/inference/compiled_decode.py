@@ -136,13 +136,8 @@ class CompiledDecoder(nn.Module):
         torch.compiler.cudagraph_mark_step_begin()
         # Tokens of the CPU, or with other strides, would each have a graph of their own.
         cache.token.copy_(token)
-        try:
-            logits = self._step(self.decoder, cache)  # [B, 1, V]
-        except torch._dynamo.exc.Unsupported as error:
-            raise ValueError(
-                f"the step cannot be compiled as one graph, as with int8 layers on a CPU: decode "
-                f"without compiling; PyTorch says: {error}"
-            ) from error
+        # Layers that are no graph, as int8 ones on a CPU, get PyTorch's own error here.
+        logits = self._step(self.decoder, cache)  # [B, 1, V]
         cache.length += 1
         return logits.clone()  # the next replay writes to the same address
 

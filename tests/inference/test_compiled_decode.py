@@ -141,14 +141,6 @@ def test_places_are_fixed(decoder):
     assert cache.length == int(cache.position) == 0
 
 
-@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="FBGEMM")
-def test_layers_that_are_not_one_graph(decoder, graphs_only):
-    """Weights that are packed for FBGEMM are no tensors: say so, in words of this recipe."""
-    compiled = compile_decoder(apply_int8(decoder, kind="dynamic"), max_tokens=16)
-    with pytest.raises(ValueError, match="one graph, as with int8 layers on a CPU"):
-        greedy(compiled, PROMPT, new_tokens=2)
-
-
 @pytest.mark.gpu
 def test_cuda_graphs_answer_alike_and_are_replayed():
     """On a card: the same tokens in fp32, and no new graph for the second answer."""

@@ -168,9 +168,6 @@ def refusals():
     of_rank = 2 + 2 * distributed.get_rank()
     interleaved = {"schedule": "interleaved"}
     return {
-        "micro-batches": refusal(
-            apply_pipeline_parallel, tiny_model(), micro_batches=3, **interleaved
-        ),
         "stages": refusal(
             apply_pipeline_parallel, tiny_model(), stages_per_rank=3, **two, **interleaved
         ),
@@ -185,7 +182,6 @@ def refusals():
 def test_what_cannot_work_is_refused_on_every_rank(two_ranks):
     """The mistake: one rank raises, and the other waits for ever."""
     found = two_ranks.run(refusals, timeout=60)
-    assert "give a multiple of the 2 ranks" in found["micro-batches"]
     assert "4 blocks do not divide into 6 stages" in found["stages"]
     assert "the family 'gemma2' cannot be cut into stages" in found["family"]
     assert "a pipeline has its stages already" in found["twice"]

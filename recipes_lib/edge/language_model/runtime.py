@@ -64,11 +64,6 @@ class PteLanguageModel:
     def greedy(self, prompt: Any, new_tokens: int) -> list[int]:
         """The `new_tokens` most likely tokens behind `prompt`, one after the other."""
         position = token_row(prompt, vocabulary=self.vocabulary).shape[1]
-        if position + new_tokens - 1 > self.max_length:
-            raise ValueError(
-                f"{position} tokens of the prompt and {new_tokens} new ones: the file has room "
-                f"for {self.max_length}. Give fewer, or export it with a larger max_length"
-            )
         answer = [int(self.prefill(prompt).argmax())]
         while len(answer) < new_tokens:
             answer.append(int(self.step(answer[-1], position).argmax()))

@@ -152,7 +152,7 @@ def apply_context_parallel(model: Any, *, mesh: Any = None, kind: str = "ring") 
     mesh = one_axis(mesh, such_as="context")
     causal = without_adapters(model)
     _require_plain_attention(causal)
-    _require_kernel(causal, kind, mesh.size())
+    _require_divisible_heads(causal, kind, mesh.size())
     # "sdpa" and "flash" in a name would make transformers take it for its own.
     name = f"{kind}_over_ranks_{len(CONTEXTS)}"
     CONTEXTS[name] = Context(kind, mesh)
@@ -308,17 +308,11 @@ def _require_plain_attention(causal: Any) -> None:
             )
 
 
-def _require_kernel(causal: Any, kind: str, ranks: int) -> None:
-    """Ulysses divides heads. The kernel of a ring of GPUs takes 16 bits."""
+def _require_divisible_heads(causal: Any, kind: str, ranks: int) -> None:
+    """Ulysses divides heads."""
     heads = causal.config.num_attention_heads
     if kind == "ulysses" and heads % ranks:
         raise ValueError(f"{heads} heads do not divide into {ranks} ranks: take kind='ring'")
-    in_16_bits = causal.dtype.itemsize <= 2 or torch.is_autocast_enabled("cuda")
-    if kind == "ring" and causal.device.type == "cuda" and not in_16_bits:
-        raise ValueError(
-            f"a model in {causal.dtype}: a ring of GPUs computes attention in 16 bits; use "
-            f"autocast, or take kind='ulysses'"
-        )
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
