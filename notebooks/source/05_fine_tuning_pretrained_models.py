@@ -21,15 +21,15 @@
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# Thirty of the 48 need no more than copying: recipe 5 shows what that says about 31 and 30.
-#
 # A pretrained model knows a language, and not your task. This notebook teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways, with one loop. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. How much memory and time does each take, and how many answers are right on new sentences?
+#
+# **In a hurry?** [Ten lines](#Ten-lines) train a model. [The run](#5.-The-run:-does-the-model-learn-the-task?) shows what each way learned. [Settings](#Which-settings-matter?) and [cards](#Which-card?) are two tables.
 #
 # | | |
 # |---|---|
 # | **You will learn** | to choose what trains, at which rate, in how many bits; to prove that the model got better; to ship what you have proven |
 # | **You need** | Python, the basics of PyTorch; no GPU, no login |
-# | **Time to run** | about eleven minutes on two CPU cores |
+# | **Time to run** | about nine minutes on two CPU cores |
 # | **Time to read** | half an hour |
 # | **Hardware that has run this** | two CPU cores; no GPU yet |
 
@@ -67,6 +67,7 @@ from recipes_lib.core.model.default_model import model_source, source_note
 
 warnings.simplefilter("ignore", FutureWarning)  # about peft's own calls
 transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
 keep_freed_memory()  # a CPU's steps are slower where the system takes freed memory back
 here = machine()
 print(here)
@@ -78,41 +79,42 @@ print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
 # %%
 cpu = dict(
     model="smollm2",
-    rows=2,  # sentences in a step
-    compared=4,  # sentences in the step whose bytes and time are compared
+    rows=4,  # sentences in a step
     steps=120,  # of the long runs
-    script_steps=10,  # of the script with TRL
-    held_out=48,  # sentences that judge, and are never trained on
+    script_steps=10,  # of the ten lines
+    held_out=64,  # sentences that judge, and are never trained on
     rounds=3,  # of timing
 )
-more = dict(rows=16, compared=16, steps=300, held_out=200)
+more = dict(rows=16, steps=300, held_out=200)
 # Continuous integration checks that the code runs, on a model with random weights.
-tiny = dict(model="tiny-smollm2", steps=4, script_steps=2, held_out=8, rounds=1)
+tiny = dict(model="tiny-smollm2", rows=2, steps=4, script_steps=4, held_out=8, rounds=1)
 
 sizes = choose_sizes(
     cpu=cpu,
     gpu16=cpu | more,
     gpu24=cpu | more,
-    gpu80=cpu | more | dict(rows=32, compared=32),
+    gpu80=cpu | more | dict(rows=32),
     fast=cpu | tiny,
 )
 sizes
 
 # %% [markdown]
-# ## The task, and what is learned of it
+# ## The task, and one row of it
 #
-# A program makes the task, so an answer is right or wrong. The clock has 288 times of five minutes. A fifth of them stands in held-out sentences only, with four things to do that no training sentence has. So no answer can be remembered whole. But the forms of the sentences are the same.
+# A program makes the task, so an answer is right or wrong, to the letter. In one half of the sentences the digits of the time are *copied*: 8:45 am is 08:45. In the other half the hour is *changed*: 8:45 pm is 20:45, and 12:05 am is 00:05. A rule that copies, and understands nothing, is right in half of them. A model that gets no more has learned the form, and not the clock.
 #
-# One part of the held-out sentences is for looking while we work, and another part gives the verdicts. Recipe 5 runs five ways; they are chosen and reported on the same 48 sentences, so the best of five is a little flattered.
+# A fifth of the times of the clock is in held-out sentences only, with four things to do that no training sentence has. So no answer can be remembered. The four forms of the sentences are the same in both parts.
 
 # %%
 import gc
 import os
+import re
 import shutil
 
 from recipes_lib.core.data import collate, load_instructions
-from recipes_lib.core.data.tokens_and_labels import decode_with_mask
-from recipes_lib.core.data.reminder_task import reminder_pairs, times_of
+from recipes_lib.core.data.chat_template import CHATML
+from recipes_lib.core.data.reminder_task import reminder_pairs
+from recipes_lib.core.data.tokens_and_labels import IGNORED, decode_with_mask
 from recipes_lib.core.measure.provenance import runs_dir
 from recipes_lib.core.model import load_model, load_tokenizer
 
@@ -121,37 +123,52 @@ folder = Path(os.path.relpath(runs_dir() / f"notebook-05-{sizes.tier}"))
 shutil.rmtree(folder, ignore_errors=True)
 
 tokenizer = load_tokenizer(sizes.model)
+tokenizer.chat_template = CHATML  # its own, without the system turn that it adds
 padding = {"pad_token_id": tokenizer.pad_token_id}
-pairs = reminder_pairs(limit=2 * sizes.rows * sizes.steps)
-drawn = reminder_pairs(split="validation", limit=3 * sizes.held_out)
-# Each answer once, so that no pair is in both parts.
-different = list({pair["completion"]: pair for pair in drawn}.values())
-to_watch = different[: sizes.held_out // 2]
-questions = different[-sizes.held_out :]
-assert len(to_watch) + len(questions) <= len(different)
-assert not set(times_of("train")) & set(times_of("validation"))
+pairs = reminder_pairs(limit=sizes.rows * sizes.steps)
+some = sizes.held_out // 2
+different = reminder_pairs(split="validation", limit=some + sizes.held_out)
+to_watch, questions = different[:some], different[some:]
+
+
+def copied(question):
+    """The answer's time, by a rule that looks at no am or pm."""
+    hour, minute = re.search(r"(\d+):(\d+)", question["prompt"]).groups()
+    return f"{int(hour):02}:{minute}"
+
+
+changes_hour = [copied(pair) not in pair["completion"] for pair in questions]
+print(f"{sum(changes_hour)} of {len(questions)} held-out hours change\n")
 
 train_rows = list(load_instructions(tokenizer, dataset=pairs))
-watched = list(load_instructions(tokenizer, dataset=to_watch))
 held_out = list(load_instructions(tokenizer, dataset=questions))
-
 for pair in pairs[:2] + questions[:2]:
     print(pair["prompt"], pair["completion"], sep="\n  ")
-print()
-print(decode_with_mask(train_rows[0], tokenizer))
 
 # %% [markdown]
-# Between ⟦ and ⟧ is the question. Its labels are -100, which PyTorch's cross-entropy skips: the model learns to write the answer.
+# A pair becomes a row in three steps: the chat template writes it as one text, the tokenizer cuts the text into tokens, and the mask says which tokens are learned.
+
+# %%
+row = train_rows[0]
+print(decode_with_mask(row, tokenizer))
+print()
+border = row["labels"].count(IGNORED)  # here the answer begins
+for place in range(border - 2, border + 3):
+    token = tokenizer.decode(row["input_ids"][place])
+    print(f"{token!r:<14}label {row['labels'][place]}")
+
+# %% [markdown]
+# Between ⟦ and ⟧ is the question. Its labels are -100, which PyTorch's cross-entropy skips: the model learns to write the answer. Look at three rows of your own data in this way before anything else.
+#
+# SmolLM2's own template adds a system turn of 24 tokens to each row. This page takes the template without it, so rows are a third shorter, and so are the steps. A template belongs to the model that was trained with it: it is saved with the tokenizer.
 #
 # ### Labels that are wrong train without an error
 #
 # The loss falls, too, and the model learns something else. Here is one row with three mistakes, and what `check_labels` says of each:
 
 # %%
-from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.fine_tuning.completion_only_loss import check_labels
 
-row = train_rows[0]
 ids = row["input_ids"]
 labels = row["labels"]
 end = [label for label in labels if label != IGNORED][-1]
@@ -172,16 +189,126 @@ targets = check_labels(train_rows, tokenizer)
 print(f"right: {targets:.0%} of the tokens carry loss")
 
 # %% [markdown]
-# **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`: only the completion is learned, by default. Rows of `messages` need `assistant_only_loss=True` and a chat template with `{% generation %}` marks; TRL adds the marks to templates that it knows, and to no other. In Unsloth it is `train_on_responses_only`. To look without this repository, decode the labels of three rows that are not -100. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al.).
+# **The line you will write tomorrow:** in TRL, rows with `prompt` and `completion`: only the completion is learned, by default. Rows of `messages` need `assistant_only_loss=True` and a chat template with `{% generation %}` marks; TRL adds the marks to templates that it knows, and to no other. In Unsloth it is `train_on_responses_only`. **When not:** with long questions, short answers and few rows it can help to learn the questions, too (Shi et al.).
 #
-# ## Baseline: the loop
+# ## Ten lines
 #
-# This is all of the training. A recipe changes what goes in: the model, the batches, the rate or the loss. `autocast` rounds the inputs of the matrix products to 16 bits. The scaler is for fp16 alone, where small gradients would become zero.
+# First what comes before them: a model in a folder, as one of the hub would be, data as messages, and settings of the machine and of this page.
+
+# %%
+from datasets import Dataset, disable_progress_bars
+
+from recipes_lib.fine_tuning.adapter_files import save_merged
+
+half = here.compute_dtype  # bf16 where it is native, fp16 on a T4, else fp32
+disable_progress_bars()
+
+
+def base(dtype=torch.float32):
+    """The pretrained model, each time with the same weights."""
+    seed_everything(0)
+    return load_model(sizes.model, dtype=dtype)
+
+
+def as_messages(pairs):
+    """Lists of messages get the chat template; plain strings would get none."""
+    rows = []
+    for pair in pairs:
+        question = {"role": "user", "content": pair["prompt"]}
+        answer = {"role": "assistant", "content": pair["completion"]}
+        rows.append({"prompt": [question], "completion": [answer]})
+    return Dataset.from_list(rows)
+
+
+save_merged(base(half), folder / "base", tokenizer=tokenizer, dtype=half)
+NAME = str(folder / "base")  # or a hub id: "HuggingFaceTB/SmolLM2-135M-Instruct"
+of_machine = dict(
+    use_cpu=here.device == "cpu",
+    bf16=half is torch.bfloat16,
+    fp16=half is torch.float16,
+    model_init_kwargs={"dtype": str(half).removeprefix("torch.")},  # else fp32
+)
+of_this_page = dict(
+    output_dir=str(folder / "trl"),
+    save_strategy="no",
+    report_to="none",
+    logging_steps=1,
+    disable_tqdm=True,
+    train_sampling_strategy="sequential",  # to compare with our loop
+)
+data = dict(
+    train_dataset=as_messages(pairs[: sizes.rows * sizes.script_steps]),
+    eval_dataset=as_messages(to_watch),
+)
+
+# %% [markdown]
+# **The lines you will write tomorrow:**
+
+# %%
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+
+def adapters():
+    linear = dict(target_modules="all-linear", task_type="CAUSAL_LM")
+    return LoraConfig(r=16, lora_alpha=32, **linear)
+
+
+settings = SFTConfig(
+    learning_rate=1e-3,  # of adapters; a tenth of it for all weights
+    lr_scheduler_type="cosine",
+    warmup_steps=1,
+    num_train_epochs=1,
+    per_device_train_batch_size=sizes.rows,
+    gradient_checkpointing=False,  # on by default: it computes each block twice
+    eval_strategy="epoch",
+    **of_machine,
+    **of_this_page,
+)
+trainer = SFTTrainer(NAME, settings, peft_config=adapters(), **data)
+# QLoRA on a GPU: SFTTrainer(…, quantization_config=…) with the lines of recipe 3.
+
+# %%
+from peft import get_peft_model_state_dict
+
+
+def ask(model, question):
+    """As a user does, with transformers alone."""
+    turns = [{"role": "user", "content": question}]
+    asked = tokenizer.apply_chat_template(
+        turns,
+        add_generation_prompt=True,  # the answer begins here
+        return_dict=True,
+        return_tensors="pt",
+    ).to(model.device)
+    written = model.eval().generate(**asked, max_new_tokens=40, do_sample=False)
+    answer = written[0, asked["input_ids"].shape[1] :]
+    return tokenizer.decode(answer, skip_special_tokens=True)
+
+
+state = get_peft_model_state_dict(trainer.model)
+begun = {name: tensor.clone() for name, tensor in state.items()}
+question = questions[1]["prompt"]
+print(question)
+print(f"  before: {ask(trainer.model, question)[:70]!r} …")
+trainer.remove_callback(transformers.PrinterCallback)
+trainer.train()
+print(f"  after:  {ask(trainer.model, question)}")
+history = trainer.state.log_history
+their_losses = [entry["loss"] for entry in history if "loss" in entry]
+print("training loss", *(f"{loss:.3f}" for loss in their_losses))
+print("held-out loss", *(f"{e['eval_loss']:.3f}" for e in history if "eval_loss" in e))
+
+# %% [markdown]
+# Ten steps teach the form: the answer is JSON, and the time in it is wrong. The rest of this page asks what more steps bring, what they take, and whether the number they end with is luck.
+#
+# ## The loop inside
+#
+# The same training in twenty lines, which all that follows uses. A recipe changes what goes in: the model, the batches, the rate or the loss. `autocast` rounds the inputs of the matrix products to 16 bits. The scaler is for fp16 alone, where small gradients would become zero.
 
 # %%
 from transformers import get_cosine_schedule_with_warmup
 
-half = here.compute_dtype  # bf16 where it is native, fp16 on a T4, else fp32
 scaler = torch.amp.GradScaler(here.device, enabled=half is torch.float16)
 
 
@@ -223,11 +350,10 @@ def train(model, batches, rate, loss_of=own_loss):
         schedule.step()
 
 
-# %% [markdown]
-# A run sees each row once. More turns, *epochs*, are for small data: stop where the held-out loss rises. For gradient accumulation, call backward for several batches before `scaler.step`, and divide each sum of losses by the answers' tokens of all of them ([notebook 01](../notebooks/01_large_models_limited_hardware.ipynb)).
-
 # %%
-gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
+from itertools import islice
+
+from peft import get_peft_model, set_peft_model_state_dict
 
 
 def batch_of(rows):
@@ -238,20 +364,25 @@ def in_batches(rows, size):
     return [batch_of(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
-twice_the_pairs = in_batches(train_rows, 2 * sizes.rows)
-batches = in_batches(train_rows[: len(train_rows) // 2], sizes.rows)
-compared = batch_of(train_rows[: sizes.compared])
-tokens = compared["input_ids"].numel()
-print(f"{len(batches)} batches to train on; the compared step has {tokens} tokens")
+def with_lora():
+    return get_peft_model(base(half), adapters())
 
 
-def base(dtype=torch.float32):
-    """The pretrained model, each time with the same weights."""
-    seed_everything(0)
-    return load_model(sizes.model, dtype=dtype)
-
+ours = with_lora()
+set_peft_model_state_dict(ours, begun)  # the adapters that the trainer began with
+their_batches = in_batches(list(trainer.train_dataset), sizes.rows)
+our_losses = list(islice(train(ours, their_batches, 1e-3), 4))
+apart = max(abs(a - b) for a, b in zip(their_losses, our_losses))
+print("TRL      ", *(f"{loss:.3f}" for loss in their_losses[:4]))
+print("our loop ", *(f"{loss:.3f}" for loss in our_losses))
+print(f"they are {apart:.3f} apart at most")
+del trainer, ours
 
 # %% [markdown]
+# The same losses, to a hundredth. The Trainer also has checkpoints, callbacks and several GPUs.
+#
+# A run here sees each row once. More turns, *epochs*, are for small data: stop where the held-out loss rises. For gradient accumulation, call backward for several batches before `scaler.step`, and divide each sum of losses by the answers' tokens of all of them ([notebook 01](../notebooks/01_large_models_limited_hardware.ipynb)).
+#
 # ## What a step needs: two equations
 #
 # A weight that trains has 4 bytes, and AdamW keeps two more numbers of 4 bytes for it, its *states*. A weight that is frozen has no states and no gradient.
@@ -270,6 +401,9 @@ def base(dtype=torch.float32):
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.fine_tuning.lora import lora_parameters
 
+batches = in_batches(train_rows, sizes.rows)
+compared = batches[0]  # the batch whose step is measured
+tokens = compared["input_ids"].numel()
 shapes = load_model(sizes.model)
 weights = shapes.num_parameters()
 in_blocks = sum(weight.numel() for weight in decoder_blocks(shapes).parameters())
@@ -321,14 +455,17 @@ import math
 from types import SimpleNamespace
 
 from recipes_lib.core.data.corpus import load_text
-from recipes_lib.core.data.evaluation import evaluate, generate_answers, text_windows
+from recipes_lib.core.data.evaluation import generate_answers, text_windows
 
 wanted = [pair["completion"] for pair in questions]
-other_text = text_windows(tokenizer, text=load_text(split="validation"))
+changed = torch.tensor(changes_hour)
+other_text = text_windows(
+    tokenizer, text=load_text(split="validation"), context=64, windows=32
+)
 
 
 def write(model, prompts):
-    """An answer for each prompt; recipe 9 shows the call of `generate` by itself."""
+    """An answer for each prompt, many at a time."""
     with in_half():
         return generate_answers(model, tokenizer, prompts, batch_size=64)
 
@@ -338,12 +475,7 @@ def losses_of(model, rows):
         return held_out_losses(model, rows, batch_size=32, **padding)
 
 
-def perplexity_of(model):
-    with in_half():
-        return math.exp(evaluate(model, other_text, **padding))
-
-
-def are_right(answers, wanted):
+def are_right(answers):
     """1 for each answer that is right to the letter, else 0."""
     return torch.tensor([a == b for a, b in zip(answers, wanted)]).double()
 
@@ -352,26 +484,28 @@ def examine(model):
     answers = write(model, held_out)
     return SimpleNamespace(
         answers=answers,
-        right=are_right(answers, wanted),
+        right=are_right(answers),
         losses=losses_of(model, held_out),
-        perplexity=perplexity_of(model),
+        other=losses_of(model, other_text),
     )
 
 
-def share_in_words(right):
+def in_words(right):
     low, high = wilson(right.sum().item(), len(right))
-    return f"{right.sum():.0f} of {len(right)} right ({low:.0%} to {high:.0%})"
+    return (
+        f"{right.sum():.0f} of {len(right)} right ({low:.0%} to {high:.0%}): "
+        f"{right[~changed].sum():.0f} copied hours, {right[changed].sum():.0f} changed ones"
+    )
 
 
 # %% [markdown]
-# A prompt with examples costs no training, and is what fine-tuning has to beat. **Guess first.** How many answers are right before training, if the question stands alone, and if three examples stand before it?
+# A prompt with examples costs no training, and neither does the rule that copies. They are what fine-tuning has to beat. **Guess first.** How many answers are right before training, if the question stands alone, and if four examples stand before it?
 
 # %%
 from recipes_lib.core.data.tokens_and_labels import tokenize_chat
 
 model = base()
 before = examine(model)
-print(f"alone:                {share_in_words(before.right)}, loss {before.losses}")
 
 
 def turns_of(pair, train=True):
@@ -380,18 +514,23 @@ def turns_of(pair, train=True):
     return [{"role": "user", "content": pair["prompt"]}, answer]
 
 
-# The form in words, then three examples as earlier turns.
+# The form in words, then examples as earlier turns, two of each half.
 form = "Answer with JSON: the day, the time as HH:MM of 24 hours, and what to do."
 examples = [{"role": "system", "content": form}]
-for pair in pairs[:3]:
+for pair in pairs[:4]:
     examples += turns_of(pair, train=False)
 conversations = []
 for question in questions:
     conversations += tokenize_chat(tokenizer, [*examples, *turns_of(question)])
 answers = write(model, conversations)
-prompted = are_right(answers, wanted)
-print("after three examples:", share_in_words(prompted))
-print(f"one of them: {answers[0]}, wanted: {wanted[0]}")
+prompted = are_right(answers)
+rule = 1 - changed.double()  # right where the digits are copied
+print("copying the digits:", in_words(rule))
+print("question alone:    ", in_words(before.right))
+print("after 4 examples:  ", in_words(prompted))
+print(f"one of them: {answers[0]}\nwanted:      {wanted[0]}")
+print(f"held-out loss {before.losses}")
+print(f"perplexity of other text {math.exp(before.other.mean):.1f}")
 del model
 
 # %% [markdown]
@@ -409,25 +548,9 @@ del model
 # *B* begins as zero, so training begins at the pretrained model. The *rank* r is the width of the correction: how much it can learn. *Alpha* scales it by alpha / r. 16 and 32 are usual; who leaves them alone has one thing to look for, the learning rate.
 
 # %%
-from peft import LoraConfig, get_peft_model
-
 from recipes_lib.fine_tuning.lora import plain_lora
 
 show(plain_lora)
-
-
-def adapters():
-    linear = dict(target_modules="all-linear", task_type="CAUSAL_LM")
-    return LoraConfig(r=16, lora_alpha=32, **linear)
-
-
-def with_adapters(model):
-    return get_peft_model(model, adapters())
-
-
-def with_lora():
-    return with_adapters(base(half))
-
 
 # A layer of peft beside ours, with a B that is not zero.
 adapted = with_lora().float()
@@ -442,7 +565,7 @@ print("a layer of peft and the plain lines: equal")
 del adapted, layer
 
 # %% [markdown]
-# `LoraConfig` and `get_peft_model` are the lines that you will write tomorrow. `apply_lora` of this repository calls both, and refuses layers that an adapter would not reach.
+# The line you will write tomorrow is `get_peft_model(model, LoraConfig(…))`, as in `with_lora` above. `apply_lora` of this repository calls both, and refuses layers that an adapter would not reach.
 #
 # `climb` predicts the bytes of a step from tensors that have a shape and no numbers, then measures a real step, and adds a row to a table, the *ladder*. Both are the bytes of tensors, by the same count. The process takes more: the interpreter, the libraries and what kernels need for a moment are in neither. The rate of these steps is zero, so *loss* is that of the model before training. **Guess first.** By how much does LoRA lower the peak?
 
@@ -451,6 +574,7 @@ from functools import partial
 
 from recipes_lib.report.ladders.memory import MemoryLadder
 
+gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
 # The rows have unequal lengths: to count operations they are one long row.
 ladder = MemoryLadder("05_fine_tuning_pretrained_models", rows=1, length=tokens)
 
@@ -478,12 +602,9 @@ climb("LoRA", with_lora)
 # **What happens.** 64 weights share a scale, and each becomes one of 16 levels. A layer unpacks its weights when it is called, and multiplies in 16 bits, as LoRA does here.
 
 # %%
-from recipes_lib.fine_tuning.adapter_files import save_merged
 from recipes_lib.fine_tuning.qlora import plain_nf4
 
 show(plain_nf4)
-# A folder, as a model of the hub would be.
-save_merged(base(half), folder / "base", tokenizer=tokenizer, dtype=half)
 
 # %% [markdown]
 # **The lines you will write tomorrow:**
@@ -498,15 +619,15 @@ in_four_bits = BitsAndBytesConfig(
     bnb_4bit_compute_dtype=half,
 )
 theirs = AutoModelForCausalLM.from_pretrained(
-    folder / "base", quantization_config=in_four_bits, dtype=half
+    NAME, quantization_config=in_four_bits, dtype=half
 )
-theirs = with_adapters(theirs)
+theirs = get_peft_model(theirs, adapters())
 
 # %% [markdown]
-# `prepare_model_for_kbit_training` is not called: it turns on checkpointing, which short rows do not need, and makes the embedding fp32, which doubles its bytes. `apply_qlora` does the same from a model that is already in memory, and closes a trap of CPUs. On those with AVX512-BF16, bitsandbytes repacks the weights at the first forward in eval mode, for a kernel without a gradient. Who examines the model and then trains it gets a warning at most, and adapters that learn nothing:
+# `prepare_model_for_kbit_training` is not called: it turns on checkpointing, which short rows do not need, and makes the embedding fp32, which doubles its bytes. `apply_qlora` does the same from a model that is already in memory. It also closes a trap of bitsandbytes on CPUs, where a model that is examined before it trains gets no gradients ([TRAPS.md](../TRAPS.md)).
 
 # %%
-from recipes_lib.fine_tuning.qlora import apply_qlora, check_gradient_flow
+from recipes_lib.fine_tuning.qlora import apply_qlora
 
 
 def with_qlora():
@@ -514,40 +635,23 @@ def with_qlora():
 
 
 ours = with_qlora()
-some = compared["input_ids"][:1]
-assert torch.equal(theirs.train()(some).logits, ours.train()(some).logits)
+one_row = compared["input_ids"][:1]
+assert torch.equal(theirs.train()(one_row).logits, ours.train()(one_row).logits)
 print("loaded by transformers, and rounded by apply_qlora: the same logits")
-
-
-def gradients_after_examination(model):
-    losses_of(model, watched)
-    try:
-        with in_half(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of it once, and goes on
-            check_gradient_flow(model.train(), compared)
-    except RuntimeError as error:
-        return str(error)[:76] + " …"
-    return "each adapter of the first block gets its gradient"
-
-
-print("by transformers:", gradients_after_examination(theirs))
-print("by apply_qlora: ", gradients_after_examination(ours))
-untrained = losses_of(ours, held_out)
-forgotten = {
-    "before": before.perplexity,
-    "in four bits, untrained": perplexity_of(ours),
-}
-print("before training, four bits cost", compare(before.losses, untrained))
+rounded = SimpleNamespace(
+    losses=losses_of(ours, held_out), other=losses_of(ours, other_text)
+)
+print("before training, four bits cost", compare(before.losses, rounded.losses))
 del theirs, ours
 
 climb("QLoRA", with_qlora)
 
 # %% [markdown]
-# On a GPU nothing is repacked. **When not:** where the 16-bit weights fit. Recipe 5 prints what is left of the difference after training.
+# **When not:** where the 16-bit weights fit. Recipe 5 prints what is left of the difference after training.
 #
 # ## 4. Logits of the answers only
 #
-# **What happens.** Now the logits are large, and most of them belong to tokens without a label. So ask for logits only at the places where some row of the batch has a label. **Guess first.** About a third of the tokens carry loss. How much of the peak goes?
+# **What happens.** Now the logits are large, and most of them belong to tokens without a label. So ask for logits only at the places where some row of the batch has a label. **Guess first.** Half of the tokens carry loss. How much of the peak goes?
 
 # %%
 from torch.nn.functional import cross_entropy
@@ -574,7 +678,7 @@ saved = 1 - ladder["everything combined"].peak_bytes / ladder["QLoRA"].peak_byte
 print(f"logits of the answers only take {saved:.0%} off QLoRA's peak")
 
 # %% [markdown]
-# 18 % and not two thirds, for two reasons. A place is kept if any of the four rows has a label there, and answers begin at different places. And the weights and the activations of the blocks stay. **The line you will write tomorrow:** `SFTConfig(loss_type="nll")` of TRL 1.16, its default. On a GPU it drops the tokens without a label, and takes the rest in tiles. `completion_only_loss` of this repository is `answer_loss` with its refusals.
+# «SAVED» Less than half of the logits go, and for two reasons. A place is kept if any of the four rows has a label there, and answers begin at different places. And the weights and the activations of the blocks stay. **The line you will write tomorrow:** `SFTConfig(loss_type="nll")` of TRL 1.16, its default. On a GPU it drops the tokens without a label, and takes the rest in tiles. `completion_only_loss` of this repository is `answer_loss` with its refusals.
 #
 # *Everything combined* is QLoRA with this loss. Now the steps are timed in turns, and each time is that of the fastest turn:
 
@@ -588,32 +692,54 @@ ladder
 ladder.chart()
 
 # %% [markdown]
-# LoRA takes 0.87 of the time, and not 4/6. A guess, which nothing here tests: adapters take time of their own, and it weighs less with more rows and on a large model. QLoRA also unpacks all weights in each step. Where a range of times holds 1.00, three turns cannot show a gain.
+# «TIMES»
 #
 # ## 5. The run: does the model learn the task?
 #
-# **What happens.** All ways take the same sentences in the same order. *LoRA Without Regret* (Thinking Machines, 2025) found in many long runs: adapters want about ten times the learning rate of full fine-tuning, belong on all linear layers, and need no large rank for little data. Unsloth and many scripts begin at 2e-4. So here every way trains at 2e-4, and LoRA also at 1e-3. A last run of LoRA, at 1e-3, sees twice as many pairs in as many steps. **Guess first.** Which of the five ends best, and by more than chance?
+# **What happens.** All ways take the same sentences in the same order, as many steps, and the loss of recipe 4. *LoRA Without Regret* (Thinking Machines, 2025) found in many long runs: adapters want about ten times the learning rate of full fine-tuning, belong on all linear layers, and need no large rank for little data. So full fine-tuning trains at 1e-4, and LoRA and QLoRA at 1e-3. One more run shows what LoRA learns at the rate of full fine-tuning. **Guess first.** Which of the four ends best, and by more than chance?
 
 # %%
 ways = {
-    "full fine-tuning": (base, batches, 2e-4),
-    "LoRA": (with_lora, batches, 2e-4),
-    "LoRA, larger rate": (with_lora, batches, 1e-3),
-    "LoRA, more pairs": (with_lora, twice_the_pairs, 1e-3),
-    "QLoRA": (with_qlora, batches, 2e-4),
+    "full fine-tuning": (base, 1e-4),
+    "LoRA": (with_lora, 1e-3),
+    "LoRA, small rate": (with_lora, 1e-4),
+    "QLoRA": (with_qlora, 1e-3),
 }
 after = {}
+losses = {}
 adapted = {}
-for name, (make, data, rate) in ways.items():
+for name, (make, rate) in ways.items():
     model = make()
-    for _ in train(model, data, rate, answer_loss):
-        pass
+    losses[name] = list(train(model, batches, rate, answer_loss))
     after[name] = examine(model)
-    forgotten[name] = after[name].perplexity
-    print(f"{name}: {share_in_words(after[name].right)}")
+    print(f"{name}: {in_words(after[name].right)}")
     if name in ("LoRA", "QLoRA"):
         adapted[name] = model
 del model
+
+# %%
+from recipes_lib.report.charts.lines import lines
+
+WINDOW = min(10, sizes.steps)
+
+
+def smooth(losses):
+    """The mean over ten steps: single batches are easy or hard."""
+    curve = []
+    for end in range(WINDOW, len(losses) + 1):
+        curve.append((end, sum(losses[end - WINDOW : end]) / WINDOW))
+    return curve
+
+
+lines(
+    {name: smooth(each) for name, each in losses.items()},
+    title="Training loss: the rate decides more than what trains",
+    dots=False,
+    xlabel="step",
+    ylabel="nats per token, mean of ten steps",
+    yscale="log",
+    source="one run each, the same batches in the same order",
+)
 
 # %%
 from IPython.display import display
@@ -621,162 +747,82 @@ from IPython.display import display
 from recipes_lib.report.style import mib
 
 count = len(wanted)
-
-
-def row_of(name):
-    """In the ladder: neither the rate nor the pairs change the compared step."""
-    return ladder[name.split(",")[0]]
-
-
+half_count = count // 2
 table = (
-    f"| way | rate | pairs | peak | time | right of {count} (interval) "
-    "| held-out loss | other text |\n|---|--:|--:|--:|--:|--:|--:|--:|\n"
-    f"| three examples | | | | | {prompted.sum():.0f} | | |\n"
+    f"| way | rate | peak | time | copied, of {half_count} | changed, of {half_count} "
+    f"| right of {count} (interval) | held-out loss | perplexity of other text, × before |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|\n"
 )
-losses = {"before": before.losses.mean, "in four bits, untrained": untrained.mean}
-for name, loss in losses.items():
-    table += f"| {name} | | | | | | {loss:.3f} | {forgotten[name]:.1f} |\n"
+
+
+def score(right):
+    low, high = wilson(right.sum().item(), count)
+    return (
+        f"{right[~changed].sum():.0f} | {right[changed].sum():.0f} "
+        f"| {right.sum():.0f} ({count * low:.0f} to {count * high:.0f})"
+    )
+
+
+def forgotten(found):
+    """By which factor the perplexity of other text rises, with its interval."""
+    change = compare(before.other, found.other)
+    low, high = math.exp(change.low), math.exp(change.high)
+    return f"{math.exp(change.difference):.2f} ({low:.2f} to {high:.2f})"
+
+
+table += f"| copying the digits | | | | {score(rule)} | | |\n"
+table += f"| four examples | | | | {score(prompted)} | | |\n"
+table += f"| before | | | | {score(before.right)} | {before.losses.mean:.3f} | |\n"
 for name, found in after.items():
-    _, data, rate = ways[name]
-    seen = sum(len(batch["labels"]) for batch in data)
-    low, high = wilson(found.right.sum().item(), count)
+    row = ladder[name.split(",")[0]]  # the rate changes neither its peak nor its time
     table += (
-        f"| {name} | {rate:.0e} | {seen} "
-        f"| {mib(row_of(name).peak_bytes)} | {row_of(name).ratio:.2f}× "
-        f"| {found.right.sum():.0f} ({count * low:.0f} to {count * high:.0f}) "
-        f"| {found.losses.mean:.3f} | {found.perplexity:.1f} |\n"
+        f"| {name} | {ways[name][1]:.0e} | {mib(row.peak_bytes)} | {row.ratio:.2f}× "
+        f"| {score(found.right)} | {found.losses.mean:.3f} "
+        f"| {forgotten(found)} |\n"
     )
 display({"text/markdown": table, "text/plain": table}, raw=True)
+print(f"four bits alone, untrained: other text × {forgotten(rounded)}")
 
 # %% [markdown]
-# Peak and time are those of a step with four rows and all logits. The runs take logits of the answers only, and two rows in a step; *more pairs* takes four. So 0.87× holds for equal rows: the run of *more pairs* takes about twice the compute of the other two with LoRA.
-#
-# Differences on the same sentences say what is more than chance:
+# Peak and time are those of a step with all logits; the runs take logits of the answers only. Differences on the same sentences say what is more than chance:
 
 # %%
-after["before training"] = before
 looks = {
-    "before training → LoRA": ("before training", "LoRA"),
-    "full → LoRA": ("full fine-tuning", "LoRA"),
-    "LoRA → larger rate": ("LoRA", "LoRA, larger rate"),
-    "larger rate → more pairs": ("LoRA, larger rate", "LoRA, more pairs"),
-    "full → LoRA, more pairs": ("full fine-tuning", "LoRA, more pairs"),
-    "LoRA → QLoRA": ("LoRA", "QLoRA"),
+    "before → LoRA": (before, after["LoRA"]),
+    "full → LoRA": (after["full fine-tuning"], after["LoRA"]),
+    "LoRA, small rate → LoRA": (after["LoRA, small rate"], after["LoRA"]),
+    "LoRA → QLoRA": (after["LoRA"], after["QLoRA"]),
 }
-changes = {}
 ones = torch.ones(count)
+
+
+def points(first, second):
+    """By how many percentage points more answers are right, with the paired interval."""
+    low, high = plain_paired_bootstrap(first, second, ones)
+    difference = (second - first).mean()
+    return f"{100 * difference:+.0f} points ({100 * low:+.0f} to {100 * high:+.0f})"
+
+
+changes = {}
 for look, (first, second) in looks.items():
-    changes[look] = compare(after[first].losses, after[second].losses)
-    low, high = plain_paired_bootstrap(after[first].right, after[second].right, ones)
-    points = 100 * (after[second].right - after[first].right).mean()
-    print(f"{look}: right {points:+.0f} points ({100 * low:+.0f} to {100 * high:+.0f})")
+    changes[look] = compare(first.losses, second.losses)
+    print(f"{look}: right {points(first.right, second.right)}")
     print(f"    loss {changes[look]}")
-del after["before training"]
+
+# %% [markdown]
+# «READ IT SO»
+#
+# Three questions, with the answers before and after:
 
 # %%
-from recipes_lib.report.charts.figure import new_figure
-from recipes_lib.report.style import INK, RECIPE
-
-at_left = {"QLoRA": {"ha": "right", "xytext": (-7, 3)}}
-at_right = {"ha": "left", "xytext": (7, 3)}
-places = {name: row_of(name).peak_bytes / 2**20 for name in after}
-full, more_pairs = "full fine-tuning", "LoRA, more pairs"
-figure, axes = new_figure(
-    f"LoRA on more pairs gets {after[more_pairs].right.sum():.0f} of {count} right, "
-    f"full fine-tuning {after[full].right.sum():.0f}: the first takes "
-    f"{places[more_pairs] / places[full]:.0%} of the memory",
-    height=3.6,
-    source="one seed; lines are 95 % intervals over the sentences",
-)
-for name in (full, more_pairs, "LoRA", "QLoRA"):
-    right = after[name].right
-    place = places[name] + (40 if name == more_pairs else 0)  # beside LoRA
-    low, high = wilson(right.sum().item(), count)
-    axes.plot([place, place], [count * low, count * high], color=INK)
-    axes.plot(place, right.sum(), "o", color=RECIPE)
-    side = at_left.get(name, at_right)
-    axes.annotate(name, (place, right.sum()), textcoords="offset points", **side)
-axes.margins(x=0.25, y=0.15)
-axes.set(xlabel="peak memory of a step, MiB", ylabel=f"right answers of {count}")
-figure
+for number in range(1, 4):
+    print(questions[number]["prompt"])
+    print(f"  before            {before.answers[number][:60]!r} …")
+    for name, found in after.items():
+        verdict = "right" if found.right[number] else "wrong"
+        print(f"  {name:<18}{found.answers[number]}  {verdict}")
 
 # %% [markdown]
-# **Read it so.** From 240 pairs at 2e-4 full fine-tuning gets 43 answers right, and LoRA 31. That is one rate, and no other was tried with full fine-tuning. Five times the rate gives LoRA one more answer, which may be chance, and a loss that is better by 0.005, hardly more than chance. With twice the pairs per step as well it gets 45, in a third of the memory and about twice the compute. Full fine-tuning was tried with neither, and 45 against 43 is no difference that 48 sentences can show.
-#
-# In the figure the dot of *more pairs* stands at 753 MiB, 40 to the right of its 713, so that it is beside LoRA's.
-#
-# At 1e-3 twice the pairs bring 13 answers; with 240 pairs the larger rate brings one. So look for more pairs first. Whether 2e-4 is enough with them, no run here says: try both rates.
-#
-# The price is what is forgotten. At the same rate and pairs LoRA forgot less than full fine-tuning, 11.7 against 15.0, and learned less. At 1e-3 it is 14.3. Where it learned as much it forgot more: 17.1. These perplexities have no intervals. So do not count on LoRA to protect what a model knew: if yours must keep other skills, hold out text of them.
-#
-# QLoRA's score differs from LoRA's by -10 to +6 points, an interval so wide that it shows no equality. Its loss is worse, by 0.0076. The rounding alone takes the other text from 11.0 to 13.9. But these weights had been rounded to four bits before, and are rounded in other groups once more: this is not the price of four bits for a model that comes in 16.
-#
-# Loss and score disagree in size: most tokens are form, and one wrong digit makes an answer wrong. Choose by the score where you can. All of this is one seed, on a small model; *LoRA Without Regret* finds no gap on small data.
-
-# %% [markdown]
-# ### Where it fails
-#
-# An answer is right only if all of it is. So count the parts, over all held-out answers:
-
-# %%
-import json
-from collections import defaultdict
-
-
-def parsed(answer):
-    try:
-        return dict(json.loads(answer))
-    except (ValueError, TypeError):
-        return {}
-
-
-def parts_right(answers):
-    """For each part of an answer: in how many it is right, of how many that have it."""
-    right = defaultdict(list)
-    for answer, text in zip(answers, wanted):
-        found, expected = parsed(answer), json.loads(text)
-        right["is JSON"].append(bool(found))
-        for part in ("day", "do"):
-            right[part].append(found.get(part) == expected[part])
-        time = "time, am" if expected["time"] < "12" else "time, pm"
-        right[time].append(found.get("time") == expected["time"])
-    return {part: f"{sum(each)} of {len(each)}" for part, each in right.items()}
-
-
-for name, found in after.items():
-    parts = parts_right(found.answers)
-    print(f"{name:<20}", *(f"{part} {right};" for part, right in parts.items()))
-
-print("\nLoRA, the first answer that is right and the first that is not:")
-for is_right in (1, 0):
-    for number in (after["LoRA"].right == is_right).nonzero().flatten().tolist()[:1]:
-        print(f"  {questions[number]['prompt']}")
-        print(f"    before {before.answers[number][:60]!r}")
-        print(f"    after  {after['LoRA'].answers[number]}")
-        print(f"    wanted {wanted[number]}")
-
-# %% [markdown]
-# The form is always right, and day and task nearly always. What is wrong is the time. LoRA reads 28 of 34 times in the morning, and 3 of 14 in the afternoon. With twice the pairs these are 34 and 11. Before you believe a score, ask what a rule gets that understands nothing. Most times can be copied: 8:35 am is 08:35. Only from 1 pm on, and at 12 am, the hour changes.
-
-# %%
-import re
-
-
-def digits_of(question):
-    """The time as it stands in the sentence: whoever copies it looks at no am or pm."""
-    hour, minute = re.search(r"(\d+):(\d+)", question["prompt"]).groups()
-    return f"{int(hour):02}:{minute}"
-
-
-copied = [
-    digits_of(question) == json.loads(answer)["time"]
-    for question, answer in zip(questions, wanted)
-]
-print(f"a rule that copies the digits: {sum(copied)} of {len(copied)} right")
-
-# %% [markdown]
-# So LoRA and QLoRA, which get 31 and 30 from 240 pairs, are no better than this rule: they learned the form, and hardly the clock. Full fine-tuning, with 43, and LoRA on twice the pairs, with 45, learned it. Put such a rule into the table of any task of yours, and count the rows that it cannot answer.
-#
 # ## 6. What LoRA leaves untrained, in silence
 #
 # **What happens.** Qwen3-VL-MoE reads images with a *vision tower*, and each block of its language model has many MLPs, the *experts*. transformers 5 stores the experts of a block in two large tensors, which are no linear layers. On the device "meta" a model has shapes and no numbers, so a large one fits here. **Guess first.** `target_modules="all-linear"`: what does it train?
@@ -879,7 +925,7 @@ work["packed"] = [
     for start in range(0, len(rows), 2)
 ]
 del decoder_blocks(model)[10:]  # to be quick: what counts is the ratio
-model = with_adapters(model).train()
+model = get_peft_model(model, adapters()).train()
 
 
 def forward_and_backward(model, name):
@@ -903,188 +949,87 @@ del model, turns
 # %% [markdown]
 # Sorting by length gets most of the gain, and its steps are no longer random samples. **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Its default strategy cuts what is longer than `max_length`: leave long rows out before. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). Here each way takes four batches. Where a packed batch holds more pairs than a padded one, an epoch has fewer steps: then look for the learning rate again.
 #
-# ## 8. Save, merge, deploy
+# ## 8. Save, merge, serve
 #
-# **What happens.** An adapter belongs to one base, and `PeftModel.from_pretrained` takes any of the same shape. `save_adapter` keeps a fingerprint of the base beside peft's files, and `load_adapter` refuses another. A merge adds B A to W, so that nothing of LoRA is left to slow an answer.
-#
-# First the adapter as its user meets it: from its folder, by peft alone, with two new sentences, the second in a new form.
-
-# %%
-from peft import PeftModel
-
-from recipes_lib.fine_tuning.adapter_files import (
-    base_fingerprint,
-    load_adapter,
-    save_adapter,
-)
-
-fingerprint = base_fingerprint(base(half))
-for name, model in adapted.items():
-    size = save_adapter(model, folder / name, base=fingerprint)
-print(f"an adapter file has {size / 2**20:.0f} MiB\n")
-
-served = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=half)
-served = PeftModel.from_pretrained(served, folder / "LoRA").to(here.device)
-new = {
-    "Remind me to call the dentist on Friday at 6:40 pm.": "18:40",
-    "Could you wake me on Sunday at 7:05 am?": "07:05",
-}
-for (question, time), answer in zip(new.items(), write(served, list(new))):
-    verdict = "right" if parsed(answer).get("time") == time else "wrong"
-    print(f"{question}\n  {answer}\n  wanted {time}: {verdict}")
-del model, served
-
-# %% [markdown]
-# A wrong time is valid JSON, so no parser catches it. Before a user meets such a model, train on more pairs, or check the answer against the sentence: where it says *pm*, the hour is 12 or more.
+# **What happens.** An adapter's file holds the small matrices, and belongs to one base. A *merge* adds B A to W: the model has its old shape, any engine runs it, and nothing of LoRA is left to slow an answer.
 #
 # **Guess first.** Is the model still the one that was judged, after a merge, or with QLoRA's adapter on the 16-bit base?
 
 # %%
-from recipes_lib.fine_tuning.lora import merge_lora
+from peft import PeftModel
+
 from recipes_lib.fine_tuning.qlora import merge_qlora
 
-on_16_bits = load_adapter(base(half), folder / "QLoRA")
+adapted["QLoRA"].save_pretrained(folder / "adapter", save_embedding_layers=False)
+size = (folder / "adapter" / "adapter_model.safetensors").stat().st_size
+print(f"an adapter file has {size / 2**20:.0f} MiB\n")
+
+mine = adapted["LoRA"].merge_and_unload()
+mine.save_pretrained(folder / "mine")
+tokenizer.save_pretrained(folder / "mine")
+mine = AutoModelForCausalLM.from_pretrained(folder / "mine", dtype=half)
 deployed = {
-    "LoRA, merged": (merge_lora(adapted["LoRA"]), "LoRA"),
-    "QLoRA's adapter on the 16-bit base": (on_16_bits, "QLoRA"),
+    "LoRA, merged, saved and loaded again": (mine.to(here.device), "LoRA"),
+    "QLoRA's adapter on the 16-bit base": (
+        PeftModel.from_pretrained(base(half), folder / "adapter"),
+        "QLoRA",
+    ),
     "QLoRA, merged": (merge_qlora(adapted["QLoRA"]), "QLoRA"),
 }
 merged = {}
+served = {}
 for name, (model, judged) in deployed.items():
+    served[name] = are_right(write(model, held_out))
     merged[name] = compare(after[judged].losses, losses_of(model, held_out))
-    right = are_right(write(model, held_out), wanted)
-    print(f"{name}: {right.sum():.0f} right, judged {after[judged].right.sum():.0f}")
-    print(f"    loss {merged[name]}")
-deployed["LoRA, merged"][0].save_pretrained(
-    folder / "merged"
-)  # plain weights, for any engine
-tokenizer.save_pretrained(folder / "merged")
-del model, deployed, adapted, on_16_bits
+    print(
+        f"{name}: {served[name].sum():.0f} right, judged {after[judged].right.sum():.0f}"
+    )
+    print(f"    {points(after[judged].right, served[name])}, loss {merged[name]}")
+del model, deployed, adapted
 
 # %% [markdown]
-# A merge makes no difference that 48 rows can show: LoRA's 31 right become 32, and QLoRA's 30 stay 30. QLoRA's adapter on the 16-bit base does: it learned beside rounded weights, and 30 right become 19 right. The loss saw it, too, higher by 0.017 (+0.007 to +0.026), but nobody would guess eleven lost answers from that. This base was rounded twice, so with one that comes in 16 bits expect less: test it. Examine what you deploy, by its answers.
+# «MERGE»
 #
-# | your case | deploy |
-# |---|---|
-# | LoRA, one task | the merged model: `model.merge_and_unload()`, which `merge_lora` calls |
-# | LoRA, many tasks on one base | `vllm serve BASE --enable-lora --lora-modules mine=FOLDER` |
-# | QLoRA, 16-bit weights fit when serving | the merged model; the adapter on the 16-bit base only after a test like this one |
-# | QLoRA, only four bits fit | the four-bit base with the adapter beside it |
-# | llama.cpp, Ollama | `merged` as saved above, then `python convert_hf_to_gguf.py FOLDER` of llama.cpp |
-#
-# `merge_qlora` unpacks the base first. peft's own merge into four-bit weights rounds the sum to four bits once more.
-#
-# ## 9. Take this home: a script with TRL
-#
-# All of it in TRL. `prompt` and `completion` are lists of messages, which get the chat template; plain strings get none. The rate here is 1e-3, because ten steps are few: for a real run begin at 2e-4. And TRL 1.16 turns checkpointing on by default, which computes each block twice: short rows do not need it, and `gradient_checkpointing=False` turns it off.
+# The merged model, loaded from its folder, answers as its user will ask: the second sentence has a form that no training sentence has.
 
 # %%
-from datasets import Dataset, disable_progress_bars
-from transformers import AutoTokenizer
-from trl import SFTConfig, SFTTrainer
-
-disable_progress_bars()
-NAME = str(folder / "base")  # or a hub id: "HuggingFaceTB/SmolLM2-135M-Instruct"
-
-
-def as_messages(pair):
-    """A pair in the form of TRL, in which it gets the chat template."""
-    return {
-        "prompt": [{"role": "user", "content": pair["prompt"]}],
-        "completion": [{"role": "assistant", "content": pair["completion"]}],
-    }
-
-
-settings = SFTConfig(
-    output_dir=str(folder / "trl"),
-    model_init_kwargs={"dtype": str(half).removeprefix("torch.")},  # else fp32
-    learning_rate=1e-3,
-    lr_scheduler_type="cosine",
-    warmup_steps=max(1, sizes.script_steps // 10),
-    num_train_epochs=1,
-    per_device_train_batch_size=sizes.compared,
-    gradient_accumulation_steps=1,
-    max_length=512,  # what is longer is cut
-    bf16=half is torch.bfloat16,
-    fp16=half is torch.float16,
-    eval_strategy="steps",
-    eval_steps=10,
-    logging_steps=1,
-    save_strategy="no",
-    report_to="none",
-    disable_tqdm=True,
-    use_cpu=here.device == "cpu",
-    train_sampling_strategy="sequential",  # to compare; leave it out
-)
-some_pairs = pairs[: sizes.compared * sizes.script_steps]
-trainer = SFTTrainer(
-    model=NAME,
-    args=settings,
-    train_dataset=Dataset.from_list([as_messages(pair) for pair in some_pairs]),
-    eval_dataset=Dataset.from_list([as_messages(pair) for pair in to_watch]),
-    peft_config=adapters(),  # the LoraConfig of recipe 2
-    # quantization_config=in_four_bits,  # this line makes it QLoRA, on a GPU
-)
-
-# %%
-from itertools import islice
-
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-ours = with_lora()  # with the adapters that the trainer begins with, and its rows
-set_peft_model_state_dict(ours, get_peft_model_state_dict(trainer.model))
-their_batches = in_batches(list(trainer.train_dataset), sizes.compared)
-our_losses = list(islice(train(ours, their_batches, 1e-3, answer_loss), 4))
-del ours
-
-trainer.remove_callback(transformers.PrinterCallback)
-trainer.train()
-history = trainer.state.log_history
-their_losses = [entry["loss"] for entry in history if "loss" in entry][:4]
-apart = max(abs(a - b) for a, b in zip(their_losses, our_losses))
-print("TRL      ", *(f"{loss:.3f}" for loss in their_losses))
-print("our loop ", *(f"{loss:.3f}" for loss in our_losses))
-print(f"they are {apart:.3f} apart at most")
-for entry in history:
-    if "eval_loss" in entry:
-        print(f"step {entry['step']}: held-out loss {entry['eval_loss']:.3f}")
-
-# %% [markdown]
-# The same first four losses, to 0.004, and the Trainer has evaluation on the way, checkpoints, callbacks, several GPUs. Then merge, save, and ask, as a user does:
-
-# %%
-mine = trainer.model.merge_and_unload()
-mine.save_pretrained(folder / "mine")
-trainer.processing_class.save_pretrained(folder / "mine")
-del trainer, mine
-
-reader = AutoTokenizer.from_pretrained(folder / "mine")
-mine = AutoModelForCausalLM.from_pretrained(folder / "mine", dtype=half).to(here.device)
-messages = [{"role": "user", "content": questions[0]["prompt"]}]
-asked = reader.apply_chat_template(
-    messages,
-    add_generation_prompt=True,  # the answer begins here
-    return_dict=True,
-    return_tensors="pt",
-).to(here.device)
-written = mine.generate(**asked, max_new_tokens=40, do_sample=False)
-answer = written[0, asked["input_ids"].shape[1] :]
-print(questions[0]["prompt"])
-print(reader.decode(answer, skip_special_tokens=True))
+new = {
+    "Remind me to call the dentist on Friday at 6:40 pm.": "18:40",
+    "Could you wake me on Sunday at 7:05 am?": "07:05",
+}
+for question, time in new.items():
+    answer = ask(mine, question)
+    print(f"{question}\n  {answer}\n  {'right' if time in answer else 'wrong'}: {time}")
 del mine
 
 # %% [markdown]
-# After ten steps the form is right and the time is not yet. [scripts/finetune.py](../scripts/finetune.py) is one file with our recipes: packed rows, checkpoints and the score. Its first lines say which number it reaches.
+# A wrong time is valid JSON, so no parser catches it. Check such an answer against the sentence: where it says *pm*, the hour is 12 or more.
 #
-# Without code there is a command. Here its process is killed between two checkpoints, and a second one goes on.
+# | your case | deploy |
+# |---|---|
+# | LoRA, one task | the merged model: `model.merge_and_unload()` |
+# | LoRA, many tasks on one base | `vllm serve BASE --enable-lora --lora-modules mine=FOLDER` |
+# | QLoRA, 16-bit weights fit when serving | the merged model; the adapter on the 16-bit base only after a test like this one |
+# | QLoRA, only four bits fit | `PeftModel.from_pretrained` on the four-bit base |
+# | llama.cpp, Ollama | the folder `mine` as saved above, then `python convert_hf_to_gguf.py FOLDER` of llama.cpp |
+#
+# `merge_qlora` unpacks the base first. peft's own merge into four-bit weights rounds the sum to four bits once more.
+#
+# ## 9. Take this home
+#
+# - **The ten lines** above, for one GPU or several (`accelerate launch`).
+# - [scripts/finetune.py](../scripts/finetune.py): one file with our recipes, packed rows, checkpoints and the score. Its first lines say which number it reaches.
+# - A command, without code. Here its process is killed between two checkpoints, and a second one goes on:
 
 # %%
+import json
+
 from recipes_lib.workflows.finetune import command
 
 file = folder / "pairs.jsonl"
 file.write_text("\n".join(json.dumps(pair) for pair in reminder_pairs(limit=60)))
 options = [
-    f"--model={folder / 'base'}",
+    f"--model={NAME}",
     f"--data={file}",
     f"--output={folder / 'run'}",
     "--steps=5",
@@ -1101,6 +1046,23 @@ print(f"resumed  {resumed}")
 # %% [markdown]
 # Where both processes took a step, the losses are the same in every digit. In the Trainer the line is `trainer.train(resume_from_checkpoint=True)`. All options of the command: [docs/finetune.md](../docs/finetune.md).
 #
+# ## Which settings matter?
+#
+# | setting | begin with | why |
+# |---|---|---|
+# | **labels** | answers only | wrong ones train something else, without an error |
+# | **learning rate** | LoRA 1e-3 for a hundred steps, 2e-4 for thousands; full a tenth | decides most: recipe 5. Try three times more and less |
+# | **pairs** | as many as you can check | a few hundred teach a form; the score says when it is enough |
+# | **what trains** | all linear layers | name the layers where a model has experts: recipe 6 |
+# | bits of the base | 16, and 4 only where 16 do not fit | recipes 3 and 5 |
+# | rank and alpha | 16 and 32 | few pairs need no more; look at the rate first |
+# | rows in a step | 4 to 32, by accumulation if need be | adapters like large batches less than all weights do (LoRA Without Regret) |
+# | epochs | 1 to 3 | stop where the held-out loss rises |
+# | packing | on where lengths are unequal | time only: recipe 7 |
+# | checkpointing | off, until activations do not fit | memory for time |
+# | warmup, schedule | a tenth of the steps, cosine | little |
+# | dropout, weight decay | 0 | little in short runs |
+#
 # ## Which card?
 #
 # The same arithmetic for 8 billion parameters and four rows of 2,048 tokens. The rows that train all weights count weights and states in 16 bits, which flatters them: this notebook gave them 32. These peaks are predicted; no card has run them here.
@@ -1110,7 +1072,7 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
 
 eight_billion = model_of_shape("llama-3.1-8b", dtype=torch.bfloat16, device="meta")
-for card in ("T4", "RTX 4090"):
+for card in ("T4", "RTX 4090", "H100"):
     diagnosis = diagnose(model=eight_billion, batch_size=4, seq_len=2048, card=card)
     print(f"{card}, predicted:")
     for remedy in diagnosis.remedies:
@@ -1165,20 +1127,28 @@ ladder.note(
     targets=targets,
     learned=dict(
         steps=sizes.steps,
+        pairs=len(train_rows),
         held_out=sizes.held_out,
+        rule=int(rule.sum()),
         few_shot=int(prompted.sum()),
         right_before=int(before.right.sum()),
         right={name: int(found.right.sum()) for name, found in after.items()},
+        changed={
+            name: int(found.right[changed].sum()) for name, found in after.items()
+        },
         before=before.losses.mean,
         losses={name: found.losses.mean for name, found in after.items()},
     ),
-    verdict=vars(changes["before training → LoRA"]),
-    learning_rates={name: rate for name, (_, _, rate) in ways.items()},
-    forgotten=forgotten,
+    verdict=vars(changes["before → LoRA"]),
+    learning_rates={name: rate for name, (_, rate) in ways.items()},
+    forgotten={
+        name: vars(compare(before.other, found.other)) for name, found in after.items()
+    },
     useful=useful,
     exact=exact,
     silent=silent,
     merged={name: vars(change) for name, change in merged.items()},
+    served={name: int(right.sum()) for name, right in served.items()},
     trl={"difference": apart},
 )
 assert max(errors) < 0.005, "predicted"

@@ -3,15 +3,20 @@
     "Remind me to feed the cat on Friday at 8:45 pm."
     {"day": "Fri", "time": "20:45", "do": "feed the cat"}
 
-An answer is right or wrong. The clock has 288 times of five minutes each, and a fifth of them is
-only in the pairs of "validation", with things to do that training has never met: so no held-out
-answer can be remembered.
+An answer is right or wrong. In one half of the pairs the digits of the time are copied: 8:45 am is
+08:45. In the other half the hour changes. So a rule that copies, and looks at no am or pm, is right
+in half of the pairs.
+
+A fifth of the times of the clock is only in the pairs of "validation", with things to do that
+training has never met: so no held-out answer can be remembered.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from collections.abc import Iterable
 
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 FORMS = (
@@ -27,30 +32,33 @@ FOR_TRAINING += ["charge the car", "bake a cake", "mail the letter", "order new 
 HELD_OUT_THINGS = ["walk the dog", "wash the car", "return the books", "call the bank"]
 THINGS = {"train": FOR_TRAINING, "validation": HELD_OUT_THINGS}
 HELD_OUT = 5  # every so many times of the clock
+COPIED_HOURS = range(1, 13)  # from 1 am to noon
+CHANGED_HOURS = [*range(13, 24), 0]  # from 1 pm to midnight
+
+Time = tuple[int, int]  # hour and minute
 
 
 def reminder_pairs(*, split: str = "train", limit: int = 1000) -> list[dict[str, str]]:
-    """Pairs of `prompt` and `completion`, the same ones each time."""
-    times = times_of(split)
+    """At most `limit` pairs of `prompt` and `completion`, the same ones each time.
+
+    In turns: a pair whose digits are copied, and one whose hour changes. No answer comes twice.
+    """
     draw = random.Random(f"reminders, {split}")
+    copied, changed = times_of(split)
+    copied_answers = _answers(copied, split, draw)
+    changed_answers = _answers(changed, split, draw)
     pairs = []
-    for _ in range(limit):
-        hour, minute = draw.choice(times)
-        day = draw.choice(DAYS)
-        do = draw.choice(THINGS[split])
-        sentence = draw.choice(FORMS).format(do=do, day=day, time=spoken(hour, minute))
-        answer = {"day": day[:3], "time": f"{hour:02}:{minute:02}", "do": do}
-        pairs.append({"prompt": sentence, "completion": json.dumps(answer)})
-    return pairs
+    for both in zip(copied_answers, changed_answers):
+        pairs += [_pair(*answer, form=draw.choice(FORMS)) for answer in both]
+    return pairs[:limit]
 
 
-def times_of(split: str) -> list[tuple[int, int]]:
-    """The hours and minutes of a split; no time is in both."""
-    clock = [(hour, minute) for hour in range(24) for minute in range(0, 60, 5)]
-    random.Random(0).shuffle(clock)
-    if split == "validation":
-        return clock[::HELD_OUT]
-    return [time for number, time in enumerate(clock) if number % HELD_OUT]
+def times_of(split: str) -> tuple[list[Time], list[Time]]:
+    """The times of a split: those whose digits are copied, and those whose hour changes.
+
+    No time is in both splits.
+    """
+    return _part_of(COPIED_HOURS, split), _part_of(CHANGED_HOURS, split)
 
 
 def spoken(hour: int, minute: int) -> str:
@@ -58,3 +66,26 @@ def spoken(hour: int, minute: int) -> str:
     half = "am" if hour < 12 else "pm"
     on_the_dial = (hour - 1) % 12 + 1
     return f"{on_the_dial}:{minute:02} {half}"
+
+
+def _part_of(hours: Iterable[int], split: str) -> list[Time]:
+    """The times of these hours that belong to a split."""
+    times = [(hour, minute) for hour in hours for minute in range(0, 60, 5)]
+    random.Random(0).shuffle(times)
+    if split == "validation":
+        return times[::HELD_OUT]
+    return [time for number, time in enumerate(times) if number % HELD_OUT]
+
+
+def _answers(times: list[Time], split: str, draw: random.Random) -> list[tuple[Time, str, str]]:
+    """Every time on every day with every thing to do, in a random order."""
+    answers = list(itertools.product(times, DAYS, THINGS[split]))
+    draw.shuffle(answers)
+    return answers
+
+
+def _pair(time: Time, day: str, do: str, *, form: str) -> dict[str, str]:
+    hour, minute = time
+    sentence = form.format(do=do, day=day, time=spoken(hour, minute))
+    answer = {"day": day[:3], "time": f"{hour:02}:{minute:02}", "do": do}
+    return {"prompt": sentence, "completion": json.dumps(answer)}

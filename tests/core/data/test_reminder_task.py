@@ -1,6 +1,9 @@
 """Reminders: answers that are right, and held-out ones that nobody can remember."""
 
 import json
+import re
+
+import pytest
 
 from recipes_lib.core.data.reminder_task import THINGS, reminder_pairs, spoken, times_of
 
@@ -21,7 +24,24 @@ def test_an_answer_says_what_its_question_asks():
 
 def test_held_out_times_and_things_are_never_trained_on():
     """The mistake: a score on what the model has seen."""
-    train, held_out = times_of("train"), times_of("validation")
-    assert not set(train) & set(held_out)
+    train, held_out = (set().union(*times_of(split)) for split in ("train", "validation"))
+    assert not train & held_out
     assert len(train) + len(held_out) == 288
     assert not set(THINGS["train"]) & set(THINGS["validation"])
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_who_copies_the_digits_gets_half(split):
+    """The mistake: a score that says nothing, because most times need no change."""
+    pairs = reminder_pairs(split=split, limit=48)
+    copied = 0
+    for pair in pairs:
+        hour, minute = re.search(r"(\d+):(\d+)", pair["prompt"]).groups()
+        copied += f"{int(hour):02}:{minute}" in pair["completion"]
+    assert copied == len(pairs) / 2
+
+
+def test_no_answer_comes_twice():
+    """The mistake: a pair that judges is also one that was looked at on the way."""
+    answers = [pair["completion"] for pair in reminder_pairs(split="validation", limit=10**4)]
+    assert len(answers) == len(set(answers)) == 58 * 7 * 4
