@@ -193,7 +193,7 @@ print(f"right: {targets:.0%} of the tokens carry loss")
 #
 # ## Ten lines
 #
-# First what comes before them: a model in a folder, as one of the hub would be, data as messages, and settings of the machine and of this page.
+# What comes before them: a model in a folder, as one of the hub would be, data as messages, and settings of this machine and this page.
 
 # %%
 from datasets import Dataset, disable_progress_bars
@@ -300,7 +300,7 @@ print("training loss", *(f"{loss:.3f}" for loss in their_losses))
 print("held-out loss", *(f"{e['eval_loss']:.3f}" for e in history if "eval_loss" in e))
 
 # %% [markdown]
-# Ten steps teach the form: the answer is JSON, and the time in it is wrong. The rest of this page asks what more steps bring, what they take, and whether the number they end with is luck.
+# «TEN» The rest of this page asks what more steps bring, what they take, and whether the number they end with is luck.
 #
 # ## The loop inside
 #
@@ -955,7 +955,7 @@ for name, times in in_turns(turns, rounds=1 + sizes.rounds).items():
 del model, turns
 
 # %% [markdown]
-# Sorting by length gets most of the gain, and its steps are no longer random samples. **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Its default strategy cuts what is longer than `max_length`: leave long rows out before. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). Here each way takes four batches. Where a packed batch holds more pairs than a padded one, an epoch has fewer steps: then look for the learning rate again.
+# Sorting by length gets a part of the gain, and its steps are no longer random samples. **The line you will write tomorrow:** `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Its default strategy cuts what is longer than `max_length`: leave long rows out before. **When not:** rows of one length; models without attention that reads positions, such as Mamba's (`check_document_mask` refuses them). A packed batch holds more pairs, so an epoch has fewer steps: look for the learning rate again.
 #
 # ## 8. Save, merge, serve
 #
@@ -1093,17 +1093,16 @@ for card in ("T4", "RTX 4090", "H100"):
 # | 24 GB | LoRA on a base in 16 bits | bf16, checkpointing, the loss in chunks |
 # | 24 GB, longer rows | QLoRA | bf16, checkpointing, the loss in chunks |
 # | 80 GB | all weights, in 16 bits with stochastic rounding | bf16, micro-batches of one row, the loss in chunks |
-# | 80 GB, many runs | LoRA | bf16; each saved adapter has a hundredth of the bytes |
 #
 # In TRL: `gradient_checkpointing=True`, and `loss_type="nll"` is the loss in chunks, which never holds all logits at once ([01](../notebooks/01_large_models_limited_hardware.ipynb)). A model below a billion weights trains fully on any of these cards. For your model and card: `python -m recipes_lib doctor --model NAME --dtype bf16 --card T4 --batch-size 4 --seq-len 2048`.
 #
 # ## Your own data
 #
-# `load_dataset("json", data_files="pairs.jsonl")` reads a file with one pair in each line. Leave out what is longer than `max_length`: a cut answer teaches to stop anywhere. Hold out by *source*, such as a customer or a document: rows of one source are alike. And look at three rows as tokens, as the cell with ⟦ and ⟧ does.
+# `load_dataset("json", data_files="pairs.jsonl")` reads a file with one pair in each line. Leave out what is longer than `max_length`: a cut answer teaches to stop anywhere. Hold out by *source*, such as a customer or a document: rows of one source are alike.
 #
 # ## When to use what
 #
-# Where 16 bytes per weight are there, 12 that stay and 4 for the gradient, take full fine-tuning at 1e-4: with few pairs it learned most here. Else LoRA on all linear layers at ten times that rate, with logits of the answers only. Judge it by a score that a simple rule does not get, and add pairs until it is enough. QLoRA where the 16-bit weights do not fit. Packing where lengths are unequal. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)).
+# Where 16 bytes per weight are there, 12 that stay and 4 for the gradient, take full fine-tuning at 1e-4: with few pairs it learned most here. Else LoRA on all linear layers at ten times that rate, with logits of the answers only. Judge it by a score that a simple rule does not get, and add pairs until it is enough. QLoRA where the 16-bit weights do not fit. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)).
 #
 # Not here: 8-bit states, checkpointing and accumulation, which help with all weights and long rows ([01](../notebooks/01_large_models_limited_hardware.ipynb), [04](../notebooks/04_training_long_sequences.ipynb)); DoRA and rsLoRA, which PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison) compares. All switches stand in the [cheatsheet](../CHEATSHEET.md).
 #
