@@ -1,11 +1,11 @@
 """Fine-tune a pretrained model on pairs of a question and an answer: LoRA, packed rows.
 
     python scripts/finetune.py                                  # SmolLM2 on this machine
-    python scripts/finetune.py --model Qwen/Qwen3-0.6B --data mine.jsonl --steps 200
+    python scripts/finetune.py --model Qwen/Qwen3-0.6B --data mine.jsonl --steps 400
 
 Without `--data` the task is that of notebook 05: sentences that ask for a reminder, as JSON. None
-of the 48 held-out answers is right before; after 120 steps 37 are, to the letter (two CPU cores,
-one run).
+of the 48 held-out answers is right before. After 200 steps all 48 are, to the letter (two CPU
+cores, one run); a rule that copies the digits gets 24.
 
 Everything is in `main`, from top to bottom. The held-out loss before and after comes with an
 interval, and with the answers that are right to the letter. The same command once more goes on
@@ -47,7 +47,7 @@ class Settings:
     length: int = 256  # tokens of a packed row; longer pairs are left out
     rows: int = 1  # packed rows of a micro-batch
     micro_batches: int = 1  # of a step
-    steps: int = 120
+    steps: int = 200
     learning_rate: float = 1e-3  # of adapters: about ten times that of full fine-tuning
     rank: int = 16
     checkpointing: bool = False  # for long rows: blocks are computed again in backward
