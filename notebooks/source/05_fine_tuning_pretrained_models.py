@@ -423,7 +423,7 @@ del shapes
 # %% [markdown]
 # ## 1. Is it better, or is it luck?
 #
-# **What happens.** Two numbers judge a model. The *held-out loss* is in nats per token of the answers. The score is the number of answers that are right to the letter. Other sentences would give other numbers, so each has an interval. For the loss we draw as many sentences as we have, with replacement, 2,000 times; the middle 95 % of the means are the interval. For a share of right answers it is Wilson's formula, which holds for 0 % and 100 %, too.
+# **What happens.** Two numbers judge a model. The *held-out loss* is the cross-entropy on new sentences, per token of the answers; its unit, a nat, is that of the natural logarithm. The score is the number of answers that are right to the letter. Other sentences would give other numbers, so each has an interval. For the loss we draw as many sentences as we have, with replacement, 2,000 times; the middle 95 % of the means are the interval. For a share of right answers it is Wilson's formula, which holds for 0 % and 100 %, too.
 #
 # To compare two models, draw the differences on the *same* sentences: what makes a sentence hard for both is then gone.
 
@@ -624,7 +624,7 @@ theirs = AutoModelForCausalLM.from_pretrained(
 theirs = get_peft_model(theirs, adapters())
 
 # %% [markdown]
-# `prepare_model_for_kbit_training` is not called: it turns on checkpointing, which short rows do not need, and makes the embedding fp32, which doubles its bytes. `apply_qlora` does the same from a model that is already in memory. It also closes a trap of bitsandbytes on CPUs, where a model that is examined before it trains gets no gradients ([TRAPS.md](../TRAPS.md)).
+# `prepare_model_for_kbit_training` is not called: it turns on activation checkpointing, which computes each block twice to keep less and which short rows do not need; and it makes the embedding fp32, which doubles its bytes. `apply_qlora` does the same from a model that is already in memory. It also closes a trap of bitsandbytes on CPUs, where a model that is examined before it trains gets no gradients ([TRAPS.md](../TRAPS.md)).
 
 # %%
 from recipes_lib.fine_tuning.qlora import apply_qlora
@@ -1092,7 +1092,7 @@ for card in ("T4", "RTX 4090", "H100"):
 # | 16 GB, T4 | QLoRA | fp16, checkpointing, the loss in chunks |
 # | 24 GB | LoRA on a base in 16 bits | bf16, checkpointing, the loss in chunks |
 # | 24 GB, longer rows | QLoRA | bf16, checkpointing, the loss in chunks |
-# | 80 GB | all weights, in 16 bits with stochastic rounding | bf16, micro-batches of one row, the loss in chunks |
+# | 80 GB | all weights, in 16 bits with updates rounded at random | bf16, one row at a time, the loss in chunks |
 #
 # In TRL: `gradient_checkpointing=True`, and `loss_type="nll"` is the loss in chunks, which never holds all logits at once ([01](../notebooks/01_large_models_limited_hardware.ipynb)). A model below a billion weights trains fully on any of these cards. For your model and card: `python -m recipes_lib doctor --model NAME --dtype bf16 --card T4 --batch-size 4 --seq-len 2048`.
 #
