@@ -448,7 +448,7 @@ def wilson(right, count, z=1.96):
 
 
 # %% [markdown]
-# A model that learns a task can forget what it knew. So an examination also asks how well it predicts other text, the source code of Python, as *perplexity*: e to the loss per token, which says among how many tokens the model hesitates.
+# A model that learns a task can forget what it knew. So an examination also asks how well it predicts other text, 32 pieces of the source code of Python, as *perplexity*: e to the loss per token, which says among how many tokens the model hesitates.
 
 # %%
 import math
