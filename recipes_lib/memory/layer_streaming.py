@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from recipes_lib.core.checks import check_choice
@@ -49,6 +48,7 @@ from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.checkpoint_state import random_states, set_random_states
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
+from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from recipes_lib.memory._host_and_disk_stores import SavedStorage, Store, layout_of, make_store
 
 SMALLEST = 4096  # bytes: norms and biases stay
@@ -176,7 +176,7 @@ class BlockOnceMore(torch.autograd.Function):
         return run(hidden)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, *trainable = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])

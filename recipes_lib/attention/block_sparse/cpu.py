@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from recipes_lib.core.model.second_derivatives import first_derivatives_only
 
 
 class Call(NamedTuple):
@@ -72,7 +73,7 @@ class BlocksOnCPU(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, documents, out, log_sums = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -22,6 +22,7 @@ output_layer  a causal LM up to its output layer, for losses that make the logit
 probe  a technique proves itself on the model that it is given, or leaves it as it was
 recomputed_parts  a part of a block in parts of its own, each once more in backward
 recurrence_kernels  which kernels the recurrences of a hybrid model want, and which are missing
+second_derivatives  a backward written by hand refuses create_graph=True
 shapes  the sizes of public models, and random weights of them
 trainable  what an optimizer is given: the parameters of a model that train
 vocabulary  the tokens that a table holds, those that are added, those at which a model stops

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from recipes_lib.core.measure import dry
 from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.measure.dry_values import values_of
 from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.model.second_derivatives import first_derivatives_only
 
 # Kernels count the elements of a tensor in 32 bits.
 MOST_ELEMENTS = 2**31 - 1
@@ -181,7 +181,7 @@ class LossWithGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the three, times the factor that came; None for the other inputs."""
         if ctx.gradients is None:

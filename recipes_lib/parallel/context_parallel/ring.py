@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.autograd.function import once_differentiable
 
+from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from recipes_lib.core.ranks.collectives import exchange
 
 
@@ -82,7 +82,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, held, out, sums = ctx.saved_tensors
         group, scale = ctx.options

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes_lib.core.model.bytes_of_tensors import parts_needed
+from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from recipes_lib.core.ranks.collectives import all_gather
 
 CHUNK_BYTES = 64 * 2**20  # of the rows that are whole at a time
@@ -111,7 +111,7 @@ class _Logits(torch.autograd.Function):
         return logits.flatten(-2)[..., : layer.vocabulary].contiguous()
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer = ctx.layer
         padding = layer.parts * layer.rows - layer.vocabulary

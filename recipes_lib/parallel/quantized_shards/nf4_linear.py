@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from recipes_lib.core.measure.machine import require
 from recipes_lib.core.model.bytes_of_tensors import parts_needed
+from recipes_lib.core.model.second_derivatives import first_derivatives_only
 
 BLOCK = 64  # weights that share a scale
 GROUP = 256  # scales that share a scale
@@ -116,7 +116,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: torch.Tensor):
         weight = ctx.layer.weight_of(*ctx.saved_tensors).to(gradient.dtype)
         return gradient @ weight, None, None, None, None

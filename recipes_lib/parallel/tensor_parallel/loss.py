@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recipes_lib.core.model.output_layer import at_least_fp32
+from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from recipes_lib.parallel.tensor_parallel.styles import first_of_rank
 
 NOT_COUNTED = -100
@@ -87,7 +87,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         return (sum_of_exponentials.log() - label_logit).where(counted, 0.0)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         softmax, column, is_here, counted = context.saved_tensors
         gradient = gradient.where(counted, 0.0)  # [T]

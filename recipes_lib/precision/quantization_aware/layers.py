@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from recipes_lib.core.model.integer_grid import SMALLEST_SCALE, inside_grid, levels_of, on_grid
+from recipes_lib.core.model.second_derivatives import first_derivatives_only
 
 KINDS = (nn.Linear, nn.Embedding, nn.Conv2d)
 LIMITS = "activation_limits"  # the buffer of a convolution: its smallest and largest input
@@ -203,7 +203,7 @@ class RoundedInRange(torch.autograd.Function):
         return range_steps(x, limits, bits).rounded_(bits).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, limits = ctx.saved_tensors
         return gradient * range_steps(x, limits, ctx.bits).inside(ctx.bits), None, None
@@ -222,7 +222,7 @@ class RoundedWeight(torch.autograd.Function):
         return on_grid(weight, **ctx.grid).to(weight.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         return gradient * inside_grid(weight, **ctx.grid), None, None
@@ -253,7 +253,7 @@ class RoundedLinear(torch.autograd.Function):
             return rounded_tokens(x, activation_bits).to(ctx.dtype) @ rounded.T
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         tokens = x
