@@ -28,7 +28,20 @@ def compiled_block_mask(*args: Any, **options: Any) -> Any:
 
 def compiled_flex_attention(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """What `flex_attention` computes, as one kernel."""
+    _require_bf16(q)
     return _run_compiled(flex_attention, q, *args, **options)
+
+
+def _require_bf16(q: torch.Tensor) -> None:
+    """On a card without bf16 PyTorch emulates it: it warns, compiles nothing, runs plain code."""
+    if q.device.type != "cuda" or q.dtype is not torch.bfloat16:
+        return
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if major < 8:
+        raise ValueError(
+            f"a GPU of compute capability {major}.{minor} has no bf16, and PyTorch compiles none "
+            f"for it: take torch.float16 or fp32"
+        )
 
 
 @functools.lru_cache

@@ -22,7 +22,17 @@ from typing import Any
 
 # Outside of a backend, one of these is what takes the time.
 PRODUCTS = ("linear", "addmm", "mm", "bmm", "baddbmm")
-POOLINGS = ("avg_pool2d", "_adaptive_avg_pool2d", "max_pool2d", "max_pool2d_with_indices")
+POOLINGS = (
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    "adaptive_max_pool2d",
+    "max_pool2d",
+    "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
+)
 HEAVY_OPERATORS = ("convolution", "conv2d", *PRODUCTS, *POOLINGS)
 
 

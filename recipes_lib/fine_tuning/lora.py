@@ -22,8 +22,9 @@ Shapes: r rank, B batch, S sequence.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,9 +97,16 @@ def apply_lora(
         task_type="CAUSAL_LM",
         **peft_options,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # about peft itself
+    with without_peft_warnings():
         return get_peft_model(model, config)
+
+
+@contextlib.contextmanager
+def without_peft_warnings() -> Iterator[None]:
+    """Without the warnings about what peft itself calls by an old name of transformers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def merge_lora(model: Any) -> Any:

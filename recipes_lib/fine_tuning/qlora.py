@@ -33,7 +33,11 @@ from recipes_lib.core.measure.machine import machine, require
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.probe.outcome import Limits, outcome
 from recipes_lib.core.model.probe.undo import undone_on_error
-from recipes_lib.fine_tuning.lora import apply_lora, target_linears
+from recipes_lib.fine_tuning.lora import (
+    apply_lora,
+    target_linears,
+    without_peft_warnings,
+)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -177,41 +181,60 @@ def quantize_nf4(
 
 
 def merge_qlora(model: Any) -> Any:
-    """Dequantize the base and add B A to it: a plain model, in the dtype that was quantized.
+    """Dequantize the base and fold the adapters in: a plain model, in the dtype that was quantized.
 
-    It computes what the QLoRA model computes; peft's merge rounds the sum to 4 bits again. Adapters
-    that do more than B A (DoRA) are refused.
+    It computes what the QLoRA model computes; peft's merge rounds the sum to 4 bits again. The
+    adapters may be of any kind that peft merges: they move to the plain base as from a file, and
+    peft's own arithmetic folds them in.
     """
     if not quantized_layers(model) or not hasattr(model, "merge_and_unload"):
         raise ValueError("nothing to merge: give the model that apply_qlora returned")
-    dequantize = require("bitsandbytes").functional.dequantize_4bit
     with undone_on_error(model, "merge_qlora"):
         for layer in quantized_layers(model).values():
             layer.support_avx512bf16_for_cpu = False  # trap 1: never repack
         dtype = _rounds_as(model)
         before = _logits(model)
-        for name, layer in quantized_layers(model).items():
-            weight = dequantize(layer.weight.data, layer.weight.quant_state)
-            place = name.removesuffix(".base_layer")
-            if place != name:
-                adapted = model.get_submodule(place)
-                for adapter in adapted.active_adapters:
-                    weight = weight + adapted.get_delta_weight(adapter)
-            model.set_submodule(place, _plain_layer(layer, weight))
-        model.get_base_model().is_loaded_in_4bit = False
-        merged = model.merge_and_unload(safe_merge=True)  # rows of added tokens
-        if hasattr(merged, "hf_quantizer"):
-            merged.hf_quantizer.remove_quantization_config(merged)
-        # Rounded otherwise, and nothing else. By their length: trained adapters in 16 bits move a
-        # single logit by more than the bound.
+        merged = _on_a_plain_base(model).merge_and_unload(safe_merge=True)
+        # Rounded otherwise, and nothing else: adapters that have been merged before, for example.
+        # By their length: trained adapters in 16 bits move a single logit by more than the bound.
         off = ((_logits(merged) - before).norm() / before.norm()).item()
         if not off < Limits("grows").of("logits", dtype):  # NaN is no small number either
             raise ValueError(f"the logits are off by {off:.1e}")
     return merged.requires_grad_(True)
 
 
+def _on_a_plain_base(model: Any) -> Any:
+    """A `PeftModel` with the adapters of `model` around its base, which is dequantized in place."""
+    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+
+    dequantize = require("bitsandbytes").functional.dequantize_4bit
+    configs = dict(model.peft_config)
+    active = list(model.active_adapters)
+    weights = {}
+    for name in active:
+        weights[name] = get_peft_model_state_dict(
+            model, adapter_name=name, save_embedding_layers=False
+        )
+    # Nothing is merged into four bits here: peft would refuse to unload IA3 otherwise.
+    model.get_base_model().is_loaded_in_4bit = False
+    base = model.unload()
+    for name, layer in quantized_layers(base).items():
+        weight = dequantize(layer.weight.data, layer.weight.quant_state)
+        base.set_submodule(name, _plain_layer(layer, weight))
+    if hasattr(base, "hf_quantizer"):
+        base.hf_quantizer.remove_quantization_config(base)
+    with without_peft_warnings():
+        plain = PeftModel(base, configs[active[0]], adapter_name=active[0])
+    for name in active[1:]:
+        plain.add_adapter(name, configs[name])
+    for name in active:
+        set_peft_model_state_dict(plain, weights[name], adapter_name=name)
+    plain.base_model.set_adapter(active)
+    return plain
+
+
 def _logits(model: Any) -> torch.Tensor:
-    """Of a few tokens."""
+    """Of a few tokens. Not the loss, to which AdaLoRA adds a term of its own."""
     return outcome(model, "rounds")["logits"].float()
 
 

@@ -112,14 +112,34 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _buffers_made_in(model: Any, dtype: torch.dtype) -> set[str]:
-    """The names of the buffers that are fp32 in `model`, and that its class makes in `dtype`."""
-    if not hasattr(type(model), "_from_config"):  # a decoder has no such buffers
+    """The names of the buffers that are fp32 in `model`, and that its class makes in `dtype`.
+
+    Inside of peft's or torch.compile's wrapper as well. Empty for what is no Hugging Face model.
+    """
+    inside = _hugging_face_model(model)
+    if inside is None:
         return set()
     with torch.device("meta"):
-        made = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+        made = type(inside)._from_config(copy.deepcopy(inside.config), dtype=dtype)
     in_16_bits = {name for name, buffer in made.named_buffers() if buffer.dtype is dtype}
-    fp32 = {name for name, buffer in model.named_buffers() if buffer.dtype is torch.float32}
-    return in_16_bits & fp32
+    found = {
+        id(buffer)
+        for name, buffer in inside.named_buffers()
+        if name in in_16_bits and buffer.dtype is torch.float32
+    }
+    # By the names that `model` has for them: a wrapper puts something before each.
+    return {name for name, buffer in model.named_buffers() if id(buffer) in found}
+
+
+def _hugging_face_model(model: torch.nn.Module) -> Any:
+    """`model`, or the one in its wrappers; None if there is none.
+
+    The class is asked: a wrapper passes on what it has not itself, so the object says yes.
+    """
+    for module in model.modules():
+        if hasattr(type(module), "_from_config"):
+            return module
+    return None
 
 
 class SixteenBitLinear(nn.Linear):

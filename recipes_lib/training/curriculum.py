@@ -153,6 +153,10 @@ def curriculum_schedule(
     # The ends are rounded and not the counts, so that the counts sum to `steps`.
     ends = [round(steps * share) for share in itertools.accumulate(shares)]
     counts = [end - start for start, end in itertools.pairwise([0, *ends])]
+    if min(counts) < 1:
+        raise ValueError(
+            f"steps={steps} gives the stages {counts} steps: raise it, or drop a stage"
+        )
     return list(zip(lengths, counts))
 
 

@@ -32,6 +32,8 @@ Shapes: B rows of a step, over all ranks; S sequence.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -90,7 +92,8 @@ def step_loader(
         rows: a `datasets.Dataset` or a sequence, anything with a length and rows by number.
         rows_per_step: B, of all ranks together.
         steps: where the run ends, counted from 0, over all epochs.
-        collate: makes a batch of a list of rows, in the worker, and draws no random numbers.
+        collate: makes a batch of a list of rows, in the worker. What it draws from `random` and
+            `torch` is a function of the step and the rank, too.
         rank, ranks: by default those of the process group, or one rank without one.
         workers: processes that make batches; 0 makes them in this process, while the step waits.
     """
@@ -128,7 +131,21 @@ class StepData(Dataset):
         )
         share = self.rows_per_step // self.ranks
         mine = chosen[self.rank * share : (self.rank + 1) * share]
-        return self.collate([self.rows[number] for number in mine])
+        with random_numbers_of(f"{self.seed} {step} {self.rank}"):
+            return self.collate([self.rows[number] for number in mine])
+
+
+@contextlib.contextmanager
+def random_numbers_of(name: str) -> Iterator[None]:
+    """What is drawn inside depends on `name` alone, and nothing outside notices."""
+    outside = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(name)
+        torch.manual_seed(random.getrandbits(63))
+        try:
+            yield
+        finally:
+            random.setstate(outside)
 
 
 @dataclass(frozen=True)

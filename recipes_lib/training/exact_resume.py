@@ -34,6 +34,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -97,8 +98,8 @@ def save_checkpoint(
         "step": step,
         "facts": facts_of(run, model, optimizer, parts),
         "tensors": _tensors(model),
-        "optimizer": optimizer.state_dict(),
-        "parts": {name: part.state_dict() for name, part in parts.items()},
+        "optimizer": _in_python_numbers(optimizer.state_dict()),
+        "parts": {name: _in_python_numbers(part.state_dict()) for name, part in parts.items()},
         "random": random_states(),
     }
     with replaced_at_once(path) as file:
@@ -145,3 +146,14 @@ def _save_loadable(state: Any, file: IO[bytes]) -> None:
             f"a checkpoint with {', '.join(sorted(odd))} could not be loaded: give the optimizer "
             f"and the parts tensors, numbers and strings, for a path str(path)"
         )
+
+
+def _in_python_numbers(value: Any) -> Any:
+    """The same without numbers of NumPy, which `torch.load` refuses: `numpy.cos` makes one."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {name: _in_python_numbers(inside) for name, inside in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_in_python_numbers(inside) for inside in value)
+    return value

@@ -66,14 +66,17 @@ def test_what_was_frozen_stays_frozen_and_dtypes_stay():
 REFUSED = {
     "mimo_v2_flash": "layers.1.self_attn has 4 heads of keys, and the configuration 2",
     "gpt2": "num_key_value_heads",
-    "phi3": "no attention has a k_proj and a v_proj",
+    "phi3": "qkv_proj.weight depends on the number of heads",
+    "stablelm": "k_layernorm.norms.1.weight depends on the number of heads",
 }
+
+OPTIONS = {"stablelm": {"qk_layernorm": True}}  # a norm for each head
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_families_that_are_refused_stay_as_they_are(family):
     """The mistake: half of the blocks are pooled, or the configuration alone has changed."""
-    model = tiny_model(family)
+    model = tiny_model(family, **OPTIONS.get(family, {}))
     config = str(model.config)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=REFUSED[family]):

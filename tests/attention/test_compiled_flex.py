@@ -1,5 +1,7 @@
 """FlexAttention never runs uncompiled."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -51,3 +53,11 @@ def test_too_many_masks_are_an_error(quickly):
     with pytest.raises(FailOnRecompileLimitHit):
         for window in range(3, 6):
             attend(window, q)
+
+
+def test_bf16_on_a_card_without_it_is_refused(monkeypatch):
+    """The mistake: PyTorch compiles nothing, and the plain code makes all S x S scores."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"7\.5 has no bf16, .* torch\.float16"):
+        compiled_flex_attention(q)

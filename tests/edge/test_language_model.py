@@ -229,6 +229,16 @@ REFUSED = {
         {},
         "rope_type='linear'",
     ),
+    "angles": (
+        lambda: model_of(rope_parameters=STRETCHED | {"low_freq_factor": 2.0}),
+        {},
+        "low_freq_factor=2.0",
+    ),
+    "first length": (
+        lambda: model_of(rope_parameters=STRETCHED | {"original_max_position_embeddings": 4096}),
+        {},
+        "original_max_position_embeddings=4096",
+    ),
     "window": (lambda: model_of("Mistral", sliding_window=16), {}, "longer than the model's wind"),
     "window of a technique": (with_its_own_window, {}, "would hold full attention"),
     "int8": (lambda: apply_int8(model_of()), {}, "quantized by apply_int8 already"),

@@ -165,6 +165,8 @@ def refusals():
     tied = apply_pipeline_parallel(tiny_model(tie_word_embeddings=True), **two)
     tied.step(**global_batch(0))
     three = global_batch(0, rows=3)
+    batch = global_batch(0)
+    unlabelled = batch | {"labels": torch.full_like(batch["labels"], -100)}
     of_rank = 2 + 2 * distributed.get_rank()
     interleaved = {"schedule": "interleaved"}
     return {
@@ -174,6 +176,7 @@ def refusals():
         "family": refusal(apply_pipeline_parallel, small_model("Gemma2"), **two),
         "twice": refusal(apply_pipeline_parallel, cut, **two),
         "rows": refusal(pipeline.step, **three),
+        "labels": refusal(pipeline.step, **unlabelled),
         "earlier": refusal(tied.step, **global_batch(1)),
         "ranks differ": refusal(apply_pipeline_parallel, tiny_model(), micro_batches=of_rank),
     }
@@ -186,5 +189,6 @@ def test_what_cannot_work_is_refused_on_every_rank(two_ranks):
     assert "the family 'gemma2' cannot be cut into stages" in found["family"]
     assert "a pipeline has its stages already" in found["twice"]
     assert "3 rows: give a multiple of micro_batches=2" in found["rows"]
+    assert "tokens=0: give a whole number of 1 or more" in found["labels"]
     assert "gradients of an earlier batch" in found["earlier"]
     assert "micro_batches: rank 0 gives 2, rank 1 gives 4" in found["ranks differ"]

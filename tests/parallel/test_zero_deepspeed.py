@@ -70,8 +70,11 @@ def test_files_have_no_bucket_of_two_gigabytes():
 
 def test_a_stage_that_deepspeed_takes_for_0_is_refused():
     """The mistake: the key is `zero_optimization`; under another name nothing is split."""
+    good = json.loads(config_file("zero2").read_text())
     with pytest.raises(ValueError, match="stage=None"):
         filled_config({"ZeRO_optimization": {"stage": 2}}, tiny_model(), rows=1)
+    with pytest.raises(ValueError, match="would compile"):
+        filled_config(good | {"optimizer": {"type": "AdamW"}}, tiny_model(), rows=1)
 
 
 # --- with DeepSpeed -------------------------------------------------------------------------------

@@ -311,6 +311,8 @@ def test_what_would_mean_something_else_is_refused(llama):
         apply_quantization_aware(apply_lora(llama, rank=2), group=GROUP)
     with pytest.raises(ValueError, match=r"c_attn.weight .* is a weight of Conv1D"):
         apply_quantization_aware(model_of_shape("tiny-gpt2", device="cpu"), group=GROUP)
+    with pytest.raises(ValueError, match=r"LlamaModel has no nn\.Conv2d and is no causal LM"):
+        apply_quantization_aware(causal_lm().model, group=GROUP)
 
 
 def test_without_ranges_the_network_stays_as_it_is():

@@ -114,6 +114,7 @@ def test_steps_at_equal_compute_cost_the_same(llama):
     [
         ({"stages": [(24, 0.5), (64, 0.5)]}, "divide the longest"),
         ({"tokens_per_step": 96}, "multiple of 64"),
+        ({"steps": 2}, "raise it, or drop a stage"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(options, message):

@@ -1,4 +1,5 @@
 import itertools
+import random
 import time
 
 import pytest
@@ -22,6 +23,10 @@ def collate(rows):
     """A row is its number, so a batch tells which rows it holds."""
     numbers = torch.tensor([row["number"] for row in rows])
     return {"input_ids": numbers, "labels": numbers}
+
+
+def collate_with_noise(rows):
+    return {"noise": torch.tensor([torch.rand(()).item(), random.random()], dtype=torch.float64)}
 
 
 def collate_slowly(rows):
@@ -65,13 +70,9 @@ def test_by_hand_the_batches_are_the_same_and_wait_for_the_step():
 
 @pytest.mark.parametrize(("rows", "workers"), [(ROWS, 2), (Dataset.from_list(ROWS), 0)])
 def test_a_run_that_starts_at_any_step_gets_the_batches_of_a_whole_run(rows, workers):
-    """The mistake: an order that depends on the steps before, or on the workers; a loader that
-    moves the random numbers of the training's dropout.
-    """
-    before = torch.get_rng_state()
+    """The mistake: an order that depends on the steps before, or on the workers."""
     whole = numbers(steps_of())
     assert numbers(steps_of(rows, start=7, workers=workers)) == whole[7:]
-    assert torch.equal(torch.get_rng_state(), before)
     for epoch in (whole[:5], whole[5:10]):
         assert sorted(joined(epoch)) == list(range(40))
     assert whole[:5] != whole[5:10]
@@ -86,6 +87,18 @@ def test_a_step_has_the_same_rows_on_any_number_of_ranks():
             assert joined(parts) == whole[step]
     expected = [rows_of_step(step, rows=40, rows_per_step=8, seed=3) for step in range(12)]
     assert whole == expected
+
+
+def test_random_numbers_belong_to_the_step_and_not_to_the_worker():
+    """The mistake: noise that depends on the worker; or a loader that moves dropout's numbers."""
+    before = (torch.get_rng_state(), random.getstate())
+    whole = [batch["noise"] for batch in steps_of(make=collate_with_noise)]
+    resumed = steps_of(make=collate_with_noise, start=5, workers=2)
+    assert torch.equal(torch.stack([batch["noise"] for batch in resumed]), torch.stack(whole[5:]))
+    other = steps_of(make=collate_with_noise, rank=1, ranks=2)
+    assert all((a != b["noise"]).all() for a, b in zip(whole, other))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
 
 
 # --- the effect -----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,6 +66,17 @@ def test_resumed_run_has_the_identical_losses_and_weights(tmp_path, make):
     losses += [one_step(*again, step) for step in range(done, 6)]
     assert losses == whole
     assert all(map(torch.equal, model.parameters(), again[0].parameters()))
+
+
+def test_a_schedule_that_counts_in_numbers_of_numpy(tmp_path):
+    """The mistake: numpy.cos makes numbers that torch.load refuses, and the first save raises."""
+    model, optimizer, _ = setup()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step))
+    rate = optimizer.param_groups[0]["lr"]
+    state = {"model": model, "optimizer": optimizer, "run": RUN, "parts": {"schedule": schedule}}
+    save_checkpoint(tmp_path / "c.pt", step=1, **state)
+    assert load_checkpoint(tmp_path / "c.pt", **state) == 1
+    assert type(rate) is np.float64 and optimizer.param_groups[0]["lr"] == rate
 
 
 def test_by_hand_the_run_goes_on_the_same(tmp_path):

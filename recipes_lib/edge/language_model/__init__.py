@@ -75,6 +75,7 @@ from recipes_lib.edge.language_model.weights import (
 )
 
 FAMILIES = ("llama", "mistral", "qwen2")
+LLAMA_3_ANGLES = (1.0, 8192)  # ExecuTorch has these two of "llama3" as constants
 GROUP_UNIT = 32  # XNNPACK's kernels for 4 bits take groups of 32, 64, 96, …
 ROWS_LOOKED_AT = 8  # of each layer, to see whether it is on a grid already
 # One that `export_llama` never downloads. All of them are built from the same source.
@@ -218,6 +219,11 @@ def _check_model(model: Any, max_length: int) -> None:
     """Raise ValueError for what the comparison of a few tokens does not see."""
     require_llama(model, families=FAMILIES, rope_types=("default", "llama3"))
     config = without_adapters(model).config
+    rope = config.rope_parameters
+    if rope["rope_type"] == "llama3":
+        check_choice([LLAMA_3_ANGLES[0]], low_freq_factor=rope["low_freq_factor"])
+        original = rope["original_max_position_embeddings"]
+        check_choice([LLAMA_3_ANGLES[1]], original_max_position_embeddings=original)
     check_whole(least=2, most=longest_text(config), max_length=max_length)
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) and window is not None and max_length > window:

@@ -250,6 +250,7 @@ class Pipeline:
         # [B, S]: each label in the place of the token that has to predict it.
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         self._tokens = int((targets != IGNORED).sum())
+        check_whole(tokens=self._tokens)
         if self._shape != input_ids.shape:
             self._schedule = self._schedule_for(*input_ids.shape)
             self._shape = input_ids.shape

@@ -145,6 +145,11 @@ def filled_config(
     """A copy of `config` with a number in place of each "auto", as the Trainer puts it there."""
     stage = config.get("zero_optimization", {}).get("stage")  # DeepSpeed takes none for 0
     check_choice((1, 2, 3), stage=stage)
+    if "optimizer" in config:
+        raise ValueError(
+            "the configuration names an optimizer of DeepSpeed, which it would compile: remove "
+            "`optimizer`, and give a class of PyTorch"
+        )
     filled = copy.deepcopy(config)
     hidden = without_adapters(model).config.get_text_config().hidden_size
     numbers = {

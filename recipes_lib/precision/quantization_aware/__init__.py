@@ -242,6 +242,12 @@ def _require_rounding_means_what_it_says(model: Any, output_bits: int | None) ->
     if hasattr(model, "peft_config"):
         raise ValueError("the model has adapters: call model.merge_and_unload() first")
     refuse_quantized(model, way_out="give a model in full precision")
+    convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    if not is_causal_lm(model) and not convolutions:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.Conv2d and is no causal LM: other networks are "
+            f"trained on a grid by torchao's prepare_qat_pt2e"
+        )
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             if parameter.dim() >= 2 and not isinstance(module, KINDS):

@@ -9,6 +9,7 @@ Shapes: N images, B of them in a batch, C channels, H and W pixels, K classes.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -139,6 +140,11 @@ def train_classifier(
                 schedule.step()
                 sum_of_losses += of_batch.item()
             losses.append(sum_of_losses / (steps // epochs))
+            if not math.isfinite(losses[-1]):
+                raise ValueError(
+                    f"the loss is {losses[-1]} after {len(losses)} epochs with "
+                    f"learning_rate={learning_rate}: give a smaller one"
+                )
     model.eval().to(memory_format=torch.contiguous_format)
     return losses
 

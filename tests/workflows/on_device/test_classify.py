@@ -3,6 +3,7 @@
 import copy
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -110,6 +111,17 @@ def test_a_loss_of_ones_own_sees_what_the_student_sees():
 
     train_classifier(model, train, epochs=2, learning_rate=0.01, batch_size=20, loss=loss)
     assert len(seen) == 6
+
+
+def test_a_training_ends_when_its_loss_is_no_number():
+    """The mistake: the epochs that are left are trained, and the net answers nothing."""
+    train, _ = handwritten_digits(train=40, test=10)
+
+    def loss(logits, images, labels):
+        return logits.sum() * torch.nan
+
+    with pytest.raises(ValueError, match="the loss is nan after 1 epochs"):
+        train_classifier(small_net(), train, epochs=2, learning_rate=0.01, batch_size=20, loss=loss)
 
 
 def test_images_move_and_keep_their_pixels():
