@@ -54,6 +54,8 @@ from recipes_lib.workflows.finetune.evaluation import (
     model_card,
 )
 from recipes_lib.workflows.finetune.loop import (
+    CHECKPOINT,
+    CHECKPOINTS,
     Step,
     check_run,
     checkpoint_of,
@@ -66,6 +68,7 @@ from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, Settin
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 STEP_LINE = re.compile(r"step (\d+): loss (\S+),")  # what log_steps prints
+BESIDE_THE_RESULT = ("log", "axolotl", "axolotl.yml", CHECKPOINT, CHECKPOINTS)
 
 Announce = Callable[[str], None]  # takes a few words on what is going on now
 
@@ -107,6 +110,7 @@ def finetune(
     with a result.
     """
     # Everything that can be refused comes first.
+    check_output(run, held_out_file, resume=resume)
     folder = Path(run.output_dir)
     run = placed(run)
     announce("reading the data")
@@ -124,7 +128,7 @@ def finetune(
     run = data.run
     _check_rows([*data.rows, *data.held_out], tokenizer, run=run, added=added)
     rows, run = _packed(data, epochs)
-    check_unfinished(run, resume=resume)
+    check_unfinished(run)
     check_run(rows, run=run, folder=folder, resume=resume)
     if resume:
         print(_where_it_goes_on(run))
@@ -240,13 +244,31 @@ def save_result(model: Any, tokenizer: Any, *, run: Settings, base: str, card: s
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def check_unfinished(run: Settings, *, resume: bool) -> None:
+def check_output(run: Settings, held_out_file: str | None, *, resume: bool) -> None:
+    """Raise ValueError if the run would overwrite what it reads, or what another one has left."""
+    folder = Path(run.output_dir)
+    if folder.is_file():
+        raise ValueError(f"output_dir={str(folder)!r} is a file: give the name of a folder")
+    inputs = [Path(file).resolve() for file in (*run.data_files, held_out_file) if file]
+    for name in (result_folder(run).name, *BESIDE_THE_RESULT):
+        path = folder / name
+        # A run that goes on has left them itself, unless it reads them.
+        left_by_another = path.exists() and not resume
+        is_read = any(file.is_relative_to(path.resolve()) for file in inputs)
+        if left_by_another or is_read:
+            raise ValueError(
+                f"{path} would be overwritten: "
+                f"resume the run it belongs to, or choose another folder"
+            )
+
+
+def check_unfinished(run: Settings) -> None:
     """Raise ValueError for a folder with a result, if there are no other steps to go on to."""
     result = result_folder(run)
     if not result.exists():
         return
     folder = Path(run.output_dir)
-    goes_on = resume and checkpoint_of(run, folder).exists()
+    goes_on = checkpoint_of(run, folder).exists()
     if goes_on and facts_in(run, folder)["done"] != run.steps:
         return
     raise ValueError(

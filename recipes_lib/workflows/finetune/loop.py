@@ -71,16 +71,19 @@ def training_steps(
     resume: bool = False,
     base: str = "",
 ) -> Iterator[Step]:
-    """Train step by step, as `run` says; `check_run` says before whether it can.
+    """Train step by step, as `run` says.
 
     Clipping and the schedule count optimizer steps, whatever the number of micro-batches. Rows
     that are packed (they have `position_ids`) are trained as such.
 
     Args:
-        folder: keep a checkpoint there every `run.save_steps` steps.
+        folder: keep a checkpoint there every `run.save_steps` steps. `check_run` refuses that of
+            another run.
         resume: go on from the checkpoint in `folder`, if there is one.
         base: fingerprint of the base model; a resumed run must have the same.
     """
+    if folder is not None:
+        check_run(rows, run=run, folder=folder, resume=resume, base=base)
     if run.shard:
         at_rest(model)  # the optimizer is given parts
     optimizer, schedule, precision = optimizer_of(model, run=run)

@@ -15,7 +15,12 @@ from recipes_lib.fine_tuning.adapter_files import base_fingerprint, load_adapter
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.workflows.finetune import base_model as base_of_run
 from recipes_lib.workflows.finetune import command
-from recipes_lib.workflows.finetune.command import check_packing, check_positions, run_command
+from recipes_lib.workflows.finetune.command import (
+    check_output,
+    check_packing,
+    check_positions,
+    run_command,
+)
 from recipes_lib.workflows.finetune.data import Data
 from recipes_lib.workflows.finetune.loop import CHECKPOINT
 from tests.training.events import read_back
@@ -74,7 +79,7 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(
     second = run_command(*as_options(run), "--resume", kill_at=SAVE_STEPS + 1)
     assert min(second) == 0, "there was no checkpoint: it begins again"
     assert STEPS - 1 not in second
-    with pytest.raises(ValueError, match="holds the checkpoint of a run: resume it"):
+    with pytest.raises(ValueError, match="would be overwritten: resume"):
         finetune_here(run)
 
     third, printed = finetune_here(run, resume=True)
@@ -122,11 +127,12 @@ def test_it_says_how_far_it_is_and_what_it_found(whole):
 
 
 def test_a_finished_run_is_not_begun_again(whole, small_model, pairs):
-    """The mistake: a result that a second run replaces by chance."""
+    """The mistake: a result that a second run replaces by chance, or refuses late."""
     folder, _, _ = whole
-    for resume in (False, True):
-        with pytest.raises(ValueError, match="is there already, a finished run"):
-            finetune_here(settings(small_model, pairs, folder), resume=resume)
+    with pytest.raises(ValueError, match="adapter would be overwritten"):
+        finetune_here(settings(small_model, "no file", folder))  # before any data is read
+    with pytest.raises(ValueError, match="is there already, a finished run"):
+        finetune_here(settings(small_model, pairs, folder), resume=True)
 
 
 def test_a_finished_run_goes_on_to_more_steps(small_model, pairs, tmp_path, monkeypatch):
@@ -294,6 +300,23 @@ def test_a_base_that_one_device_cannot_hold_is_refused(small_model, pairs, tmp_p
         place(1.9, **two, method="full")
     with pytest.raises(ValueError, match="a row is not divided in 4 bits: take --method lora"):
         place(9, **two, method="qlora", shard=True)
+
+
+def test_no_file_of_the_user_is_overwritten(small_model, pairs, tmp_path):
+    """The mistakes: a file of theirs is gone; a run writes over the data that it reads."""
+    run = settings(small_model, pairs, tmp_path)
+    for name in ("checkpoint.pt", "log", "axolotl.yml", "axolotl"):
+        path = tmp_path / name
+        path.mkdir()
+        with pytest.raises(ValueError, match=f"{name} would be overwritten"):
+            check_output(run, None, resume=False)
+        check_output(run, None, resume=True)
+        with pytest.raises(ValueError, match=f"{name} would be overwritten"):
+            check_output(run, str(path / "train.jsonl"), resume=True)
+        path.rmdir()
+    check_output(run, None, resume=False)
+    with pytest.raises(ValueError, match="is a file: give the name of a folder"):
+        check_output(dataclasses.replace(run, output_dir=pairs), None, resume=False)
 
 
 def test_packing_is_refused_where_documents_are_not_kept_apart():

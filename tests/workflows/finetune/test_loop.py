@@ -189,8 +189,9 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path):
     begun = training_steps(fresh(), rows, run=run, pad_token_id=0, folder=tmp_path, base="a")
     next(begun)
     next(begun)  # the second step keeps the first
+    anew = training_steps(fresh(), rows, run=run, pad_token_id=0, folder=tmp_path)
     with pytest.raises(ValueError, match="resume it, or choose another folder"):
-        check_run(rows, run=run, folder=tmp_path, resume=False)
+        next(anew)
     goes_on = {"folder": tmp_path, "resume": True}
     check_run(rows, run=run, **goes_on)  # before its base is loaded
     for name, value in {"learning_rate": 1.0, "rows_per_step": 2}.items():
