@@ -15,6 +15,7 @@ from typing import Any
 
 from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.provenance import provenance
+from recipes_lib.core.model.default_model import model_source
 from recipes_lib.fine_tuning.honest_evaluation import RowLosses, compare, held_out_losses
 from recipes_lib.workflows.finetune.settings import Settings
 
@@ -111,9 +112,12 @@ def model_card(
         pair: one of them, as text.
     """
     head = ""
+    name_of_base = without_place(base)
     # A folder of this machine says nothing elsewhere.
-    if base == without_place(base) and not Path(base).exists():
+    if name_of_base == base and not Path(base).exists():
         head += f"base_model: {base}\n"
+    if run.base_model == "smollm2":
+        name_of_base += f", from the {model_source()}"
     what = "All weights"
     if run.method != "full":
         head += "library_name: peft\n"
@@ -121,9 +125,6 @@ def model_card(
     data = "functions of Python's standard library, with their docstrings"
     if run.data_files:
         data = ", ".join(f"`{Path(file).name}`" for file in run.data_files)
-    program = "python -m recipes_lib"
-    if run.processes > 1:
-        program = f"torchrun --nproc-per-node {run.processes} -m recipes_lib"
     facts = provenance()
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return CARD.format(
@@ -132,7 +133,7 @@ def model_card(
         what=what,
         steps=run.steps,
         rows_per_step=run.rows_per_step,
-        base=without_place(base),
+        base=name_of_base,
         data=data,
         rows=rows,
         before=before.mean,
@@ -141,9 +142,19 @@ def model_card(
         use=lines_that_generate(
             run, base=without_place(run.base_model), folder=".", tokenizer=tokenizer, pair=pair
         ),
-        command=" ".join([program, *map(without_place, sys.argv[1:])]),
+        command=_command_of(run),
         versions=f"{versions}, {facts['date']}.",
     )
+
+
+def _command_of(run: Settings) -> str:
+    """The command line of this process, if it is the command."""
+    if Path(sys.argv[0]).parent.name != "recipes_lib":
+        return "# A program called finetune(settings)."
+    program = "python -m recipes_lib"
+    if run.processes > 1:
+        program = f"torchrun --nproc-per-node {run.processes} -m recipes_lib"
+    return " ".join([program, *map(without_place, sys.argv[1:])])
 
 
 def without_place(word: Any) -> str:

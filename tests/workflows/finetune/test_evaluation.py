@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from recipes_lib.core.model.default_model import SMOLLM2
+from recipes_lib.core.model.default_model import SMOLLM2, model_source
 from recipes_lib.fine_tuning.honest_evaluation import RowLosses
 from recipes_lib.workflows.finetune import evaluation
 from recipes_lib.workflows.finetune.evaluation import (
@@ -69,6 +69,13 @@ def test_a_card_names_base_data_losses_and_command(monkeypatch, tmp_path):
     assert "Data: `pairs.jsonl`, 90 rows" in text
     assert "| before | 3.0000 |\n| after | 2.0000 |" in text and "difference: -1.000 nats" in text
     assert "python -m recipes_lib finetune --data my/pairs.jsonl --output out" in text
+    assert f"- Base: {SMOLLM2}, from the {model_source()}.\n" in text
+
+
+def test_a_card_has_no_command_of_another_program(monkeypatch):
+    """The mistake: the command line of a notebook stands there as that of the run."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/ipykernel_launcher.py", "-f", "kernel.json"])
+    assert "kernel.json" not in card(change(method="lora"), "org/model")
 
 
 def test_a_folder_of_this_machine_is_no_base_on_the_hub(tmp_path):
