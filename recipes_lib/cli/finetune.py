@@ -178,7 +178,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         settings[name] = _without_tilde(options[name])
     settings["data_files"] = [_without_tilde(file) for file in options["data_files"] or []]
     settings["add_tokens"] = options["add_tokens"] or []
-    settings["seq_len"] = REPLACED if options["seq_len"] == AUTO else int(options["seq_len"])
+    settings["seq_len"] = _tokens(options["seq_len"])
     if options["precision"] is None:
         names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
         settings["precision"] = names[machine().compute_dtype]
@@ -189,6 +189,15 @@ def _settings(options: dict[str, Any]) -> Settings:
     if options["warmup_steps"] >= settings["steps"]:
         settings["warmup_steps"] = 0
     return Settings(**settings)
+
+
+def _tokens(text: str) -> int:
+    """What --seq-len says."""
+    if text == AUTO:
+        return REPLACED
+    if not text.isdecimal():
+        raise ValueError(f"--seq-len {text}: give a number of tokens, or {AUTO}")
+    return int(text)
 
 
 def _without_tilde(path: str) -> str:

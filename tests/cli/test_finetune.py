@@ -92,9 +92,11 @@ def test_epochs_take_the_place_of_steps(settings_of, command):
     assert "--steps and --epochs: give one of them" in err
 
 
-def test_the_length_may_be_auto(settings_of):
+def test_the_length_is_a_number_or_auto(settings_of, command):
     """The mistake: the length 1, which stands for auto, reaches the data."""
     assert settings_of("--output", "out", "--seq-len", "auto")[1]["longest"]
+    _, _, err = command("finetune", "--output", "out", "--seq-len", "2k")
+    assert "error: --seq-len 2k: give a number of tokens, or auto" in err
 
 
 def test_a_tilde_is_the_home_folder_in_every_path(settings_of):

@@ -87,7 +87,7 @@ def load_data(
         drop_long: leave out the rows that are longer than `run.seq_len`.
         columns: `prompt` and `completion` by the names that they have in the data.
     Raises ValueError for what `placed_pairs` and `check_labels` refuse, for a row that is too long,
-    and for fewer than two held-out rows.
+    for no row to train on, and for fewer than two held-out rows.
     """
     length = None if longest else run.seq_len  # of a part of a text
     if run.data_files:
@@ -116,9 +116,10 @@ def load_data(
 
     rows = [row for each in trained for row in each.rows]
     held_out_rows = [row for each in held_out for row in each.rows]
-    if len(held_out_rows) < 2:  # there is no interval
+    if not rows or len(held_out_rows) < 2:  # nothing to learn, or no interval
         raise ValueError(
-            f"{len(held_out_rows)} held-out rows: give 20 pairs or more, or a file of held-out ones"
+            f"{len(rows)} rows to train on and {len(held_out_rows)} held-out rows: give "
+            f"20 pairs or more, or a file of held-out ones"
         )
     for each in [*trained, *held_out]:
         if "text" not in each.pair:  # a text may hold marks of a template, and they are learnt

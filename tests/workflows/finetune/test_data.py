@@ -123,6 +123,14 @@ def test_a_long_row_of_the_held_out_file_is_refused(tokenizer, tmp_path):
         load_data(tokenizer, run=run_of(path), held_out_file=str(held_out))
 
 
+def test_all_rows_may_be_too_long(tokenizer, tmp_path):
+    """The mistake: an IndexError where the first row to learn is shown."""
+    path = write(tmp_path / "pairs.jsonl", [LONG])
+    held_out = write(tmp_path / "held_out.jsonl", pairs_of(range(5)))
+    with pytest.raises(ValueError, match="0 rows to train on and 5 held-out rows: give"):
+        load_data(tokenizer, run=run_of(path), held_out_file=str(held_out), drop_long=True)
+
+
 def test_the_length_is_found_or_long_rows_are_left_out(tokenizer, with_long_rows, capsys):
     path, length = with_long_rows
     found = load_data(tokenizer, run=run_of(path), longest=True)
