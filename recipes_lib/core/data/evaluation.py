@@ -24,6 +24,7 @@ import torch
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.batching import Batch, check_rows, collate
 from recipes_lib.core.data.tokens_and_labels import IGNORED, Row, tokenize_pair
+from recipes_lib.core.model.causal_lm import longest_text
 from recipes_lib.core.model.decoding import (
     is_decoder,
     require_causal_lm_or_decoder,
@@ -160,9 +161,15 @@ def generate_answers(
     Args:
         prompts: questions, which get the chat template if there is one, or rows, whose answers
             are cut off.
+    Raises ValueError for a prompt without a question.
     """
     pad = tokenizer.pad_token_id
+    if isinstance(prompts, str | dict):
+        prompts = [prompts]
     questions = [_question_of(tokenizer, prompt) for prompt in prompts]
+    empty = [number for number, question in enumerate(questions) if not question]
+    if empty:
+        raise ValueError(f"prompts {empty[:5]} are empty: give questions")
     answers = [""] * len(questions)
     for indices in _by_length(questions, batch_size):
         batch = _left_padded([questions[i] for i in indices], pad, model.device)
@@ -278,18 +285,26 @@ def document_rows(
 ) -> list[torch.Tensor]:
     """The documents as int64 [S] each, which `model` can read: two tokens or more.
 
-    Raises ValueError for documents that are no token ids of the model, and for what is neither a
-    causal LM nor a decoder.
+    Raises ValueError for documents that are no token ids of the model, or longer than it can read,
+    and for what is neither a causal LM nor a decoder.
     """
     require_causal_lm_or_decoder(model)
+    longest = None  # a decoder says it when it makes a cache
     if is_decoder(model):
         vocabulary = model.vocabulary
     else:
         vocabulary = model.get_input_embeddings().num_embeddings
+        longest = longest_text(model.config)
     rows = []
     for number, document in enumerate(documents):
         name = f"documents[{number}]"
-        rows.append(token_row(document, vocabulary=vocabulary, name=name, least=2)[0])  # [S]
+        row = token_row(document, vocabulary=vocabulary, name=name, least=2)[0]  # [S]
+        if longest is not None and len(row) > longest:
+            raise ValueError(
+                f"{name} has {len(row)} tokens, and the model was trained for {longest} positions "
+                f"(max_position_embeddings): cut it into shorter documents"
+            )
+        rows.append(row)
     return rows
 
 

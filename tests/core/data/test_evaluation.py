@@ -167,6 +167,8 @@ def test_prompts_are_questions_or_rows_with_and_without_a_template(llama):
         found = generate_answers(model, tokenizer, PROMPTS, max_new_tokens=8)
         rows = [tokenize_pair(tokenizer, prompt, "an answer") for prompt in PROMPTS]
         assert generate_answers(model, tokenizer, rows, max_new_tokens=8) == found
+        for alone in (PROMPTS[1], rows[1]):  # one prompt, and not its letters or its keys
+            assert generate_answers(model, tokenizer, alone, max_new_tokens=8) == found[1:2]
         answers.append(found)
     expected = [
         plain_answer(model, tokenizer, f"<user>{prompt}<assistant>", steps=8) for prompt in PROMPTS
@@ -211,12 +213,21 @@ def test_a_quality_that_would_be_another_one_is_refused(llama):
     """The mistake: all tokens at once in place of one by one, and a NaN that compares as equal."""
     with pytest.raises(ValueError, match="is no decoder"):
         decode_quality(llama, DOCUMENTS, token_by_token=True)
+    with pytest.raises(ValueError, match=r"documents\[0\] has 2049 tokens, .* 2048 positions"):
+        decode_quality(llama, [[1] * 2049])
     llama.lm_head.weight.data[5] = math.nan
     with pytest.raises(ValueError, match="not finite"):
         decode_quality(llama, DOCUMENTS)
 
 
 # --- bad input ----------------------------------------------------------------------------------
+
+
+def test_a_prompt_without_a_question_is_refused(llama):
+    """The mistake: an answer to padding alone."""
+    row = {"input_ids": [5, 6], "labels": [5, 6]}
+    with pytest.raises(ValueError, match=r"prompts \[1\] are empty"):
+        generate_answers(llama, ascii_tokenizer(), ["a", row])
 
 
 def test_rows_that_cannot_be_evaluated(llama):
