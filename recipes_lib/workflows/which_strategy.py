@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from recipes_lib.core.measure.machine import GIB
 
-ROOM = 70 * GIB  # of a card of 80: activations and the framework have the rest
+RESERVE = 10 * GIB  # of a card, for activations and the framework
 BLOCKS = 32  # a model's largest unit is about this part of it
 TENSOR_RANKS = 8  # the GPUs of a node, which have the fast links that tensor parallelism needs
 MOST_DATA_PARALLEL = 512  # ranks: beyond them FSDP alone is not taken
@@ -50,7 +50,7 @@ def predicted_bytes_per_rank(*, strategy: str, parameters: float, gpus: int) -> 
     return per_rank[strategy]
 
 
-def which_strategy(*, parameters: float, gpus: int) -> str:
+def which_strategy(*, parameters: float, gpus: int, card_bytes: float = 80 * GIB) -> str:
     """The first of STRATEGIES that fits so many cards, for a model that AdamW trains as a whole."""
     possible = ["one GPU"] if gpus == 1 else ["DDP", "ZeRO-1", "ZeRO-2"]
     if 1 < gpus <= MOST_DATA_PARALLEL:
@@ -59,6 +59,6 @@ def which_strategy(*, parameters: float, gpus: int) -> str:
         possible.append("FSDP × TP")
     for strategy in possible:  # from the one that sends least on
         needed = predicted_bytes_per_rank(strategy=strategy, parameters=parameters, gpus=gpus)
-        if needed <= ROOM:
+        if needed <= card_bytes - RESERVE:
             return strategy
     return "does not fit"

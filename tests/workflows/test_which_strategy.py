@@ -26,6 +26,12 @@ def test_the_first_that_fits(billions, gpus, expected):
     assert which_strategy(parameters=billions * 1e9, gpus=gpus) == expected
 
 
+def test_a_smaller_card_takes_more_sharing():
+    """The mistake: the room of a card of 80 GiB, for a card of 24. docs/two-gpus.md says it."""
+    assert which_strategy(parameters=3e9, gpus=4) == "DDP"
+    assert which_strategy(parameters=3e9, gpus=4, card_bytes=24 * 2**30) == "FSDP (ZeRO-3)"
+
+
 def test_each_strategy_keeps_less_than_the_one_before():
     """The order of the search is from the one that sends least to the one that keeps least."""
     sizes = [

@@ -21,7 +21,7 @@ import logging
 import os
 import platform
 import random
-import re
+import subprocess
 import warnings
 from dataclasses import dataclass
 from importlib import metadata
@@ -253,8 +253,12 @@ def _versions() -> dict[str, str]:
 def _gpu_versions() -> dict[str, str]:
     """Of the driver and of cuDNN, as far as they can be asked: both decide which kernels run."""
     found = {}
-    if NVIDIA_DRIVER.exists():
-        found["driver"] = re.search(r"\d+\.[\d.]+", NVIDIA_DRIVER.read_text())[0]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
+        found["driver"] = answer.stdout.splitlines()[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        pass  # a container may come without the tool, and a driver in trouble may not answer
     try:
         cudnn = torch.backends.cudnn.version()
     except RuntimeError:

@@ -3,7 +3,7 @@
     timeline = record_timeline(step, model=model, optimizer=optimizer)
     timeline.peak                 bytes at the highest point
     timeline.at_peak()            what they consist of: {"weights": …, "states": …, …}
-    report.charts.timeline_chart({"baseline": timeline})
+    report.charts.memory_timeline.timeline_chart({"baseline": timeline})
 
 A number for the peak says how much. The timeline says when, and of what:
 

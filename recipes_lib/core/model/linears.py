@@ -9,8 +9,8 @@ them, picks those that it changes, and puts a module of its own where each one w
 All take a Hugging Face causal LM and a decoder of `recipes_lib.inference` alike.
 
 A quantized layer is no `nn.Linear` any more. It says how many `bytes_per_weight` it has, and in
-marks (`core.marks`) by whom it was quantized, and whether it rounds all tokens of a call by one
-scale.
+marks (`core.model.marks`) by whom it was quantized, and whether it rounds all tokens of a call by
+one scale.
 """
 
 from __future__ import annotations

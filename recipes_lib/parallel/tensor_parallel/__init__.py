@@ -93,7 +93,8 @@ def apply_tensor_parallel(model: Any, *, mesh: DeviceMesh | None = None) -> Any:
     rows, and `model(input_ids=…, labels=…).loss.backward()` is that of the whole model on each of
     them. Parameters and gradients are DTensors: `.full_tensor()` joins the parts, and
     `core.ranks.gradient_norm.clip_gradients` clips them by the norm of the whole. So are logits, a
-    part of the vocabulary on each rank: to generate, load the saved weights into one process.
+    part of the vocabulary on each rank: give labels also to evaluate, and to generate, load the
+    saved weights into one process.
 
     Args:
         mesh: of one dimension, such as `mesh_of(data=2, tensor=4)["tensor"]`; by default all ranks.

@@ -1,3 +1,4 @@
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -62,17 +63,21 @@ def test_segments_of_a_gpu_grow(fresh, gpu_of, theirs):
     assert asked == ([] if theirs else ["expandable_segments:True"])
 
 
-def test_a_machine_is_described_whatever_its_cudnn_does(monkeypatch, tmp_path):
-    """A foreign cuDNN in the path is an error of PyTorch."""
+def test_a_machine_is_described_whatever_its_driver_and_cudnn_do(monkeypatch):
+    """With a card in trouble nvidia-smi hangs, and a foreign cuDNN in the path is an error."""
+
+    def hangs(command, *, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
 
     def incompatible():
         raise RuntimeError("cuDNN version incompatibility")
 
-    driver = tmp_path / "version"
-    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\n")
-    monkeypatch.setattr(module, "NVIDIA_DRIVER", driver)
+    answer = SimpleNamespace(stdout="570.86.15\n570.86.15\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: answer)
     monkeypatch.setattr(torch.backends.cudnn, "version", incompatible)
     assert module._gpu_versions() == {"driver": "570.86.15", "cudnn": "incompatible"}
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert module._gpu_versions() == {"cudnn": "incompatible"}
 
 
 def test_a_driver_whose_card_torch_does_not_see(fresh, tmp_path):
