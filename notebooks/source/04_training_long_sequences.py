@@ -43,7 +43,7 @@
 # |---|---|
 # | **You will learn** | to predict the longest text that fits, and which recipe moves that limit |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
-# | **Minutes to run** | under ten on two CPU cores |
+# | **Minutes to run** | ten to eleven on two CPU cores |
 # | **Minutes to read** | about 30 |
 # | **Which hardware has run this** | two CPU cores; no GPU yet |
 #
@@ -1025,7 +1025,7 @@ for (which, tokens), step in real.items():
     print(f"{1e3 * step['seconds'] / tokens:.1f} ms per token, in the real step")
 
 # %% [markdown]
-# Nearly: where both ends lie above the line and the middle lies below it, longer texts take more time than it says. It has neither disk nor optimizer in it, and the steps have. Time stops you before memory does.
+# Nearly: both ends lie above the line and the middle lies below it, so longer texts take more time than it says. A line through the last two lengths alone gives a quarter more at the longest text. Neither has disk or optimizer in it. The real step of 16,384 tokens has both, and takes more than three times as long per token as the plain one of 2,048. Time stops you before memory does.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
@@ -1272,7 +1272,7 @@ for way, fewer in fewer_pairs.items():
     print(f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer scores")
 
 # %% [markdown]
-# To the guess: a window of a sixteenth leaves about an eighth of the pairs, because of two tokens one only reads the other. The *fewer scores* above are not eight times: they count whole blocks. The model was trained to read more. What does it cost to read less?
+# To the guess: a window of a sixteenth leaves about an eighth of the pairs, because of two tokens one only reads the other. The *fewer scores* above are not eight times: they count whole blocks. The time is near to them, and the window is the faster of the two. The model was trained to read more. What does it cost to read less?
 
 # %%
 quarter = sizes.short // 4
@@ -1294,7 +1294,7 @@ for which, adapt in reads_less.items():
     print(f"{which:<18} loss {price[which]:.3f}")
 
 # %% [markdown]
-# Reading less makes the model worse at once, and four sinks repair most of it: a softmax must add up to one, so a head that needs no token sends its attention to the first ones (Xiao et al., 2023). This is one text and a window of a quarter: look at the loss on your own texts first. *Not when* far tokens decide.
+# Reading less makes the model worse at once, and four sinks repair most of it: a softmax must add up to one, so a head that needs no token sends its attention to the first ones (Xiao et al., 2023). *Block-sparse* is the slower and the worse of the two here: it is for texts in which a few places must be read by all. This is one text and a window of a quarter: look at the loss on your own texts first. *Not when* far tokens decide.
 #
 # **The line you will write tomorrow.** Models that were trained with a window (Mistral, Gemma 3) take it from `config.sliding_window`, and `attn_implementation="flex_attention"` makes a kernel of the rule on a GPU. Llama has no such field: there it is `apply_sliding_window(model, window=…, sinks=4)`.
 #
