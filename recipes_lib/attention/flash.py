@@ -101,6 +101,8 @@ def apply_flash_attention(
         dtype: what attention computes in, by default the model's. Give torch.bfloat16 for training
             under autocast.
     """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     require_causal_lm(model)
     check_choice(["auto", *KERNELS], kernel=kernel)
     now = model.config._attn_implementation
@@ -113,18 +115,12 @@ def apply_flash_attention(
     obstacle = _obstacle(model, kernel, dtype)
     if obstacle:
         raise ValueError(f"{kernel} {obstacle}: kernel='auto' takes what can")
-    register()
-    model.set_attn_implementation(kernel)
-    return model
-
-
-def register() -> None:
-    """Make our two kernels known to transformers: both are PyTorch's SDPA, in another order."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
+    # Ours are PyTorch's SDPA, in another order.
     for name in ("fused", "fused_cudnn"):
         AttentionInterface.register(name, fused_attention)
         AttentionMaskInterface.register(name, _mask)
+    model.set_attn_implementation(kernel)
+    return model
 
 
 def fused_attention(

@@ -86,9 +86,6 @@ def track(
 class Tracker(contextlib.AbstractContextManager):
     """A run being written. `with` closes it; after an error, MLflow and W&B record a failed run."""
 
-    def __init__(self, path: Path, settings: dict[str, Any], resume_step: int | None) -> None:
-        raise NotImplementedError
-
     def log(self, step: int, **values: Any) -> None:
         """Log numbers, or tensors of one element. NaN is kept: it is what one looks for."""
         self.write(step, {name: float(value) for name, value in values.items()})
