@@ -21,19 +21,11 @@
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways. It predicts the memory of each, measures it, and checks what should be equal: gradients, weights or loss.
+# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways, predicts the memory of each, measures it, and checks what should be equal: gradients, weights or loss.
 #
-# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: ten to run on two CPU cores, forty to read. **Has run on** two CPU cores. A GPU gets larger sizes, and no GPU has run them yet.
+# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: nine to run on two CPU cores, forty to read. **Has run on** two CPU cores. A GPU gets larger sizes, and no GPU has run them yet.
 #
-# ## The map
-#
-# In a hurry? [What fits your card](#What-fits-your-card) has a table for one, three and eight billion weights, and [Which recipe when](#Which-recipe-when) an order to try. A peak at the **start of backward** grows with the tokens: Part A. One at the **end of backward** comes from the number of weights: Part B. A few lines under *What fits your card* tell which it is.
-#
-# - **Part A, activations and logits**: 1 [gradient accumulation](../recipes_lib/training/gradient_accumulation.py), 2 [activation checkpointing](../recipes_lib/memory/activation_checkpointing.py) with a [loss in chunks](../recipes_lib/memory/chunked_cross_entropy/__init__.py), 3 [activation offloading](../recipes_lib/memory/activation_offload.py)
-# - **Time, and some activations**: 4 [mixed precision](../recipes_lib/precision/mixed_precision.py), 5 [compiled blocks](../recipes_lib/training/compiled_blocks.py)
-# - **Part B, gradients and states**: 6 [optimizer step in backward](../recipes_lib/memory/optimizer_in_backward.py), 7 states in [16](../recipes_lib/precision/sixteen_bit_adam.py) or [8 bits](../recipes_lib/precision/eight_bit_adam.py), 8 [states in host memory](../recipes_lib/memory/optimizer_offload.py), 9 [LoRA](../recipes_lib/fine_tuning/lora.py)
-# - **Part B, weights too**: 10 [QLoRA](../recipes_lib/fine_tuning/qlora.py), 11 [layer streaming](../recipes_lib/memory/layer_streaming.py)
-# - **What fits?** 12 [dynamic batch size](../recipes_lib/training/dynamic_batch.py), a table of cards, and a doctor
+# **In a hurry?** [What fits your card](#What-fits-your-card) has a table for one, three and eight billion weights, and [Which recipe when](#Which-recipe-when) an order to try.
 #
 # ## Setup
 #
@@ -91,12 +83,12 @@ device = machine().device
 print(machine())
 
 # %% [markdown]
-# All sizes stand in one cell. A GPU gets a larger model with random weights. The *tier* in the print is the class of this machine: a CPU, or a GPU of at least 16, 24 or 80 GB.
+# All sizes stand in one cell. A GPU gets a larger model with random weights. The *tier* is the class of this machine.
 
 # %%
 full = dict(
-    rounds=2,  # of timing
-    last_rounds=2,  # of timing the rows that are compared in the end
+    rounds=1,  # turns of each row on the clock
+    last_rounds=2,  # turns of those that are compared in the end
     compile=True,  # whether blocks are compiled in the rows of the ladder
     learner="smollm2",  # the model of the last experiment
     steps=5,  # that it learns
@@ -107,7 +99,7 @@ full = dict(
     large="llama-3.1-8b",  # for predictions
 )
 # Continuous integration checks that the code works, not how fast it is.
-brief = dict(rounds=1, last_rounds=1, compile=False, learner="tiny-smollm2", steps=2)
+brief = dict(last_rounds=1, compile=False, learner="tiny-smollm2", steps=2)
 brief |= dict(learner_rows=4, pairs=40, held_out=6, few=4, large="tiny-llama")
 # On a CPU the real SmolLM2-135M. layers=None means all of its 30 blocks.
 smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=20, tokens=72)
@@ -127,7 +119,7 @@ sizes
 # %% [markdown]
 # ### A real model and real text
 #
-# The text is Python's own standard library: the question is a function, the answer its docstring. The loss counts the tokens of the answer only, those after ⟧.
+# The text is Python's own standard library: the question is a function, the answer its docstring. Only the answer carries a loss: what stands after ⟧.
 
 # %%
 from recipes_lib.core.data import batches, load_instructions
@@ -186,25 +178,25 @@ def train_step(model, optimizer, texts=batch):
 
 
 # %% [markdown]
-# A first recipe is in there, and it is free. Many loops write `out = model(**texts)` and then `out.loss.backward()`. As long as `out` exists, so do its logits, and backward as a rule does not need them.
+# One recipe is in there, and it is free: the step keeps the loss alone. A loop that keeps `out = model(**texts)` keeps the logits, too, and backward does not need them.
 #
 # ## What runs out: one equation
 #
 # Five things fill the memory of a step.
 #
-# - **Weights**: in fp32 each takes 4 bytes.
+# - **Weights**: in fp32 4 bytes each.
 # - **States**: AdamW keeps two averages per weight, of its gradient and of the gradient's square: 8 bytes.
-# - **Gradients**: one number per weight, again 4 bytes.
-# - **Activations**: what forward keeps so that backward can compute gradients. They grow with the number of tokens. The scores of attention are not among them: PyTorch's fused attention computes them again.
-# - **Logits**: one number per token and entry of the vocabulary. Forward keeps the logarithms of their probabilities, and backward begins with the gradients of these and of the logits. So three tables of this size exist at once.
+# - **Gradients**: one number per weight: 4 bytes.
+# - **Activations**: what forward keeps for backward. They grow with the number of tokens.
+# - **Logits**: one number per token and entry of the vocabulary. Three such tables exist at once: the logarithms of the probabilities, their gradients, and the gradients of the logits.
 #
-# Training in fp32 takes **16 bytes per weight**, however short the text is. But the five are not all there at the same moment. The model is a stack of *blocks* that are built alike. Forward goes through them and piles up activations. Backward goes through them in the other direction: in each block it uses up activations and leaves gradients. Two moments matter:
+# The first three are **16 bytes per weight**, however short the text is. But the five are not all there at the same moment. The model is a stack of *blocks* that are built alike. In each block forward leaves activations. Backward goes the other way, uses them up, and leaves gradients. Two moments matter:
 #
 # $$\text{peak} = \text{weights} + \text{states} + \max\begin{cases}\text{activations} + \text{logits} & \text{backward begins}\\ \text{gradients} + \text{embedding copies} & \text{the last gradient arrives}\end{cases}$$
 #
-# The last term is easily forgotten. SmolLM2 uses one matrix twice, as the embedding at its input and as the output layer at its end: it is *tied*. It gets a gradient from both ends. The first one waits for the second one, and their sum is a third tensor: two **embedding copies** more than the gradients need.
+# SmolLM2 uses one matrix twice, as the embedding at its input and as the output layer at its end: it is *tied*. It gets a gradient from both ends, and the sum of both is a third tensor: two **embedding copies** more than the gradients need.
 #
-# Every term follows from the configuration of the model.
+# Every term follows from the model's configuration.
 
 
 # %%
@@ -277,9 +269,9 @@ dry_peak = peak_without_data(build())
 print(f"predicted: {mib(dry_peak)}")
 
 # %% [markdown]
-# Each recipe adds a row to a table, the *ladder*. `ladder.climb` predicts a step in this way, and then takes it for real: once to make the states, and once while every byte of every tensor is counted.
+# Each recipe adds a row to a table, the *ladder*. `ladder.climb` predicts a step in this way, and then takes it twice: to make the states, and to count every byte.
 #
-# **Guess first.** As a curve, the two moments are two *towers*. Arithmetic has printed the height of both. What does the curve look like between them?
+# **Guess first.** As a curve, the two moments are two *towers*. What does the curve look like between them?
 
 # %%
 from recipes_lib.report.ladders.memory import MemoryLadder
@@ -308,15 +300,15 @@ timeline_chart(
 )
 
 # %% [markdown]
-# **The answer.** It falls until the embedding's copies make the second tower: backward frees more activations than it makes gradients. (The curve counts the logarithms of the logits among the activations. Their gradients are *other*, and so are the embedding copies.)
+# **The answer.** It falls until the embedding copies make the second tower: backward frees more activations than it makes gradients. (The curve counts the logarithms of the logits as activations. Their gradients are *other*, and so are embedding copies.)
 #
-# **Part A** attacks the first tower, which grows with the tokens. **Part B** attacks the second one, and the ground of both: weights and states. In the prints, *backward begins* and *forward ends* are the first tower.
+# **Part A** attacks the first tower, which grows with the tokens. In the prints it is called *backward begins* or *forward ends*. **Part B** attacks the second one, and the ground of both: weights and states.
 #
-# These are bytes of tensors. A process also has holes between them, and a GPU its context: leave a fifth for them.
+# These are bytes of tensors. A process also has holes between them, and a GPU its context: leave a fifth for the one and half a GiB for the other.
 #
 # ### Something small to try ideas on
 #
-# Each idea runs on a model with two narrow blocks. Its gradients are compared with those of the plain step and of the library.
+# Each idea runs on two narrow blocks, and its gradients are compared with those of the plain step and of the library.
 
 # %%
 small = model_of_shape("tiny-llama", device="cpu").train()
@@ -349,11 +341,11 @@ print(f"{right.numel():,} gradients")
 #
 # ### 1. Gradient accumulation
 #
-# **What happens.** Split the batch into micro-batches, run one after the other, add up their gradients, and update the weights once. Only one micro-batch has activations and logits at a time.
+# **What happens.** Split the batch into micro-batches, run one after the other, add up their gradients, and update the weights once.
 #
-# **Guess first.** With four micro-batches, activations and logits shrink to a quarter. But gradients wait while the next forward runs. Does the peak fall by half?
+# **Guess first.** With four micro-batches, activations and logits shrink to a quarter. Does the peak fall by half?
 #
-# **The idea** is a loop, because autograd adds to `.grad` by itself. One division needs care: a model returns the *mean* loss over the answer tokens that it sees, and in the whole batch every token weighs the same. transformers' models divide by `num_items_in_batch`, if they get it.
+# **The idea** is a loop, because autograd adds to `.grad` by itself. One division needs care: a model returns the *mean* loss over the answer tokens that it sees, and in the whole batch every token weighs the same. transformers' models divide by `num_items_in_batch` if they get it.
 
 
 # %%
@@ -390,9 +382,9 @@ accumulated = build(step=accumulated_step)
 ladder.climb("gradient accumulation", accumulated, group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** By 35 %, to 2,717 MiB. A quarter of activations and logits is left, but weights and states stay, 1,539 MiB, and all gradients wait, 513.
+# **The answer.** By 35 %. Weights and states stay, 1,539 MiB, and all gradients wait while the next forward runs, 513.
 #
-# A popular loop divides by the number of micro-batches. A token of a short answer then weighs more than one of a long answer. The hard case are micro-batches of one text each:
+# A popular loop divides by the number of micro-batches. A token of a short answer then weighs more than one of a long answer. In micro-batches of one text:
 
 
 # %%
@@ -413,11 +405,11 @@ naive_error = error_of_the_popular_way()
 print(f"the popular way: the gradient is off by {naive_error:.0%} of its length")
 
 # %% [markdown]
-# **In your code.** The Trainer divides right since transformers 4.46. A loop of your own has to pass `num_items_in_batch`, or call [`accumulate_gradients`](../recipes_lib/training/gradient_accumulation.py).
+# **In your code.** The Trainer divides right since transformers 4.46. A loop of your own passes `num_items_in_batch`.
 #
 # ### 2. Activation checkpointing
 #
-# **What happens.** Backward visits one block at a time, so only one block's activations need to exist. Keep what went *into* each block, throw away the rest, and compute it again when backward arrives.
+# **What happens.** Backward needs the activations of one block at a time. Keep what went *into* each block, throw away the rest, and compute it again when backward arrives.
 #
 # ```text
 # plain         x0 [a0]  x1 [a1]  x2 [a2] → loss     all [a] are alive
@@ -426,7 +418,7 @@ print(f"the popular way: the gradient is off by {naive_error:.0%} of its length"
 #
 # **Guess first.** A token leaves 11,136 numbers in a block of SmolLM2, and 576 go into it. What is left of the activations?
 #
-# **The idea.** A function with a `forward` and a `backward` of our own keeps only the input, and runs the block again in `backward`. In the comments stand shapes: [B, S, D] are texts, tokens of a text, and the width of the model.
+# **The idea.** A function with a `forward` and a `backward` of our own keeps only the input, and runs the block again in `backward`.
 
 # %%
 from recipes_lib.memory.activation_checkpointing import (
@@ -435,6 +427,7 @@ from recipes_lib.memory.activation_checkpointing import (
     checkpointed_by_hand,
 )
 
+# [B, S, D] are texts, tokens of a text, and the width of the model.
 show(checkpointed_by_hand, InputOnly)
 
 
@@ -464,9 +457,9 @@ print("by hand: equal to rounding; both libraries: equal to the last bit")
 ladder.climb("activation checkpointing", build(checkpointing), group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** 104 of 1,845 MiB, which are the printed 374 without the 270 of logarithms: the inputs of thirty blocks, and what the last norm keeps. The peak falls by 42 %. What is left of the tower are the logits.
+# **The answer.** 104 of 1,845 MiB: of the printed 374, 270 are logarithms of the logits. The peak falls by 42 %, and most of what is left of the tower are the logits.
 #
-# **The logits, too.** Those of a few hundred tokens give their part of the loss and of the gradients, and are freed. Forward computes these gradients at once: the loss is one number, so what comes later only multiplies them. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand, beside PyTorch's `F.linear_cross_entropy`. Ours goes into a model of transformers.
+# **The logits, too.** Those of a few hundred tokens give their part of the loss and of the gradients, and are freed. Forward computes these gradients at once: the loss is one number, so what comes later only multiplies them. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand, beside PyTorch's `F.linear_cross_entropy`.
 #
 # **Guess first.** Does the peak fall by most of the logits?
 
@@ -486,13 +479,13 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No, by 185 MiB. The first tower is now 1,826 MiB, and the second one is the peak: no recipe of Part A gets below its 2,269. **In your code** take both together: checkpoints alone leave the logits, a loss in chunks alone the activations.
+# **The answer.** No, by 185 MiB. The first tower is now 1,826 MiB, and the second one is the peak: no recipe of Part A gets below its 2,269. **In your code** take both together. Each leaves what the other removes.
 #
 # ### 3. Activation offloading
 #
-# **What happens.** Keep every activation, but somewhere else: a GPU's in host memory, a CPU's on the disk. Autograd hands each tensor that it saves to one function, and asks another one for it when backward needs it. PyTorch has both as `save_on_cpu`. Ours copies while the GPU computes, leaves the weights where they are, and can use the disk.
+# **What happens.** Keep every activation, but somewhere else: a GPU's in host memory, a CPU's on the disk. PyTorch has it as `save_on_cpu`. Ours copies while the GPU computes, and leaves the weights where they are.
 #
-# **Guess first.** Nothing is computed twice. Will the peak be lower than with checkpointing alone?
+# **Guess first.** Is the peak lower than with checkpointing alone?
 
 # %%
 from recipes_lib.memory.activation_offload import offload_activations
@@ -514,17 +507,17 @@ ladder.climb("activation offloading", offloaded, group="in 32 bits")
 # %% [markdown]
 # **The answer.** A little: 2,422 MiB in place of 2,454. Offloading keeps the activations of the last block, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits.
 #
-# **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`. Here the system keeps the files in free memory; a real disk is slower.
+# **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`.
 #
 # ## Faster: 16 bits and a compiler
 #
 # ### 4. Mixed precision
 #
-# **What happens.** Multiply in 16 bits, where the units for it are faster. Norms, softmax and loss stay in fp32, because they add up many numbers. So do the weights, because an update is often too small for 16 bits.
+# **What happens.** Multiply in 16 bits, where the units for it are faster. Norms, softmax and loss stay in fp32, because they add up many numbers. So do the weights: an update is often too small for 16 bits.
 #
 # **Guess first.** Do the activations fall by half?
 #
-# **The idea.** Both factors of a product are converted. PyTorch's `autocast` does the same.
+# **The idea.** Both factors of a product are converted, as PyTorch's `autocast` does.
 
 # %%
 from recipes_lib.precision.mixed_precision import linear_by_hand, mixed_precision
@@ -556,17 +549,17 @@ in_16_bits = {"group": "in 16 bits, as far as native"}
 ladder.climb("mixed precision", build(step=step_in_16_bits), **in_16_bits)
 
 # %% [markdown]
-# **The answer.** By far less: the print says 2,116 → 1,786 MiB, 270 of them logarithms. Norms keep what they read in fp32. Queries, keys and values read one tensor, and autocast makes a 16-bit copy for each of them. The 16-bit copies of weights wait for backward, too. Mixed precision is a recipe for time.
+# **The answer.** By far less: 2,116 → 1,786 MiB. Norms keep what they read in fp32, and the 16-bit copies of inputs and weights wait for backward, too. Mixed precision is a recipe for time.
 #
-# **In your code.** bf16 has the range of fp32 and few digits. fp16, the only fast one on a T4, has a small range: small gradients become zero, unless a `GradScaler` multiplies the loss first. `mixed_precision()` chooses for this machine.
+# **In your code.** bf16 has the range of fp32 and few digits. fp16, the only fast one on a T4, turns small gradients into zeros, unless a `GradScaler` multiplies the loss first. `mixed_precision()` chooses for this machine.
 #
 # ### 5. Compiled blocks
 #
-# **What happens.** Between two products a block runs dozens of small operators: norms, rotary positions, casts. Each is a program of its own, a *kernel*, which reads its input from memory and writes its output back. A compiler makes one of them.
+# **What happens.** Between two products a block runs dozens of small operators: norms, rotary positions, casts. Each reads from memory and writes back. A compiler makes one program of many, a *kernel*.
 #
 # **Guess first.** That saves time. Does it also save memory?
 #
-# **The idea** is one line per block. All blocks do the same with other weights, so one is compiled, and the others use its code.
+# **The idea** is one line per block. All blocks do the same, so one is compiled, and the others use its code.
 
 # %%
 from recipes_lib.training.compiled_blocks import (
@@ -608,7 +601,7 @@ compiling = compile_seconds() - began
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not, for other programs disturb them. So the models were kept, and now take *turns*. A disturbance only makes a turn longer, so **the fastest turn counts**, and × is the fastest turn of a row divided by that of the baseline. In brackets is the range: of the turns, and of the ratios of single rounds. Where the brackets of s per step overlap, neither row is called faster. (A later set has further turns of the baseline, so × can still change a little.)
+# Bytes are the same in every run. Times are not, for other programs disturb them. So the models were kept, and now take *turns*: one each here, and two each at the end, where rows are compared. A disturbance only makes a turn longer, so **the fastest turn counts**, and × is that of a row divided by that of the baseline. In brackets is the range: where those of two rows overlap, neither is called faster.
 
 # %%
 from recipes_lib.report.ladder import RATIO, TIME, cell
@@ -625,11 +618,11 @@ print(f"{compiling:.0f} s of compiling are earned after {earned} steps,")
 print("and later where no earlier run has left its kernels on the disk.")
 
 # %% [markdown]
-# Checkpoints cost one more forward. With the loss in chunks they take less time than alone, because it skips the tokens without a label; where every token has one it will not. Offloading moves every byte, and is the slowest. The compiler may have found kernels of an earlier run on the disk; a first run takes longer.
+# Checkpoints cost one more forward. With the loss in chunks they take less time than alone, because it skips the tokens without a label. Offloading moves every byte, and is the slowest.
 #
 # ## Part B: what every weight costs
 #
-# From here on the step has 16 bits, checkpoints and a loss in chunks. Each recipe attacks the second tower or the ground.
+# From here on the step has 16 bits, checkpoints and a loss in chunks.
 
 # %%
 lean_row = "16 bits, checkpointing, loss in chunks"
@@ -638,11 +631,11 @@ ladder.climb(lean_row, build(recipe_2, step=step_in_16_bits), **on_lean)
 on_lean["after"] = lean_row
 
 # %% [markdown]
-# The peak is the second tower, as it was in fp32: at the end of backward all that is there has 32 bits, with autocast or without.
+# The peak is that of fp32: under autocast gradients and states still have 32 bits.
 #
 # ### 6. Optimizer step in backward
 #
-# **What happens.** AdamW needs nothing but the gradient of the weight that it updates. So update each weight the moment its gradient is complete, and free the gradient at once.
+# **What happens.** Update each weight the moment its gradient is complete, and free the gradient at once.
 #
 # ```text
 # plain   backward: g30 … g2 g1 all alive   →   step: update 30 … 2, 1
@@ -651,7 +644,7 @@ on_lean["after"] = lean_row
 #
 # **Guess first.** What is left of the second tower? Think of the tied embedding.
 #
-# **The idea**, and the real call in it: one optimizer per weight, and a hook that autograd calls when a gradient is complete.
+# **The idea**: one optimizer per weight, and a hook that autograd calls when a gradient is complete.
 
 # %%
 from recipes_lib.memory.optimizer_in_backward import (
@@ -689,13 +682,13 @@ ladder.climb(
 towers("step in backward")
 
 # %% [markdown]
-# **The answer.** Of its 729 MiB of gradients and copies, 324 stay: the gradient of the tied embedding comes in two parts of 108, and their sum takes 108 more. So this tower is 1,863 MiB, and now the end of forward is higher, 1,882. There a loss in chunks computes its gradients already, and the output layer has one.
+# **The answer.** Of its 729 MiB of gradients and copies, 324 stay: two parts of the embedding's gradient, and their sum. Now the end of forward is higher, 1,882 MiB. There the loss in chunks has made the output layer's gradient already.
 #
-# **In your code.** Accumulation, clipping by the global norm and a loss scale find no gradients, and PyTorch raises no error. Ours refuses them, and adds a learning-rate schedule and a state dict.
+# **In your code.** Accumulation, clipping by the global norm and a loss scale find no gradients, and PyTorch raises no error. Ours refuses them.
 #
 # ### 7. Optimizer states in 16 or 8 bits
 #
-# **What happens.** Store AdamW's two averages in 16 bits, 4 bytes per weight in place of 8; or in 8 bits, 2 bytes. Compute each update in fp32 as before.
+# **What happens.** Store AdamW's two averages in 16 bits, or in 8. Compute each update in fp32 as before.
 #
 # **Guess first.** The averages are rounded after every step. The second one is multiplied by 0.999 in a step, and bf16 has two to three digits. What happens to an average that should fall?
 
@@ -757,17 +750,17 @@ for name, (optimizer_of, step) in fewer_bits.items():
     ladder.climb(name, build(recipe_2, optimizer_of=optimizer_of, step=step), **on_lean)
 
 # %% [markdown]
-# States fall from 1,026 MiB to 513, and to 422 in 8 bits. These are not 257, because *8-bit AdamW* keeps the states of the embedding in 32 bits, as the authors of the method advise. So does the Trainer's `optim="adamw_8bit"`. The embedding is a fifth of this model and a small part of a large one. The last row differs in two things: the step is in backward, and bitsandbytes' own class has all states in 8 bits. Its 1,117 MiB are the least of full fine-tuning in this notebook.
+# States fall from 1,026 MiB to 513, and to 422 in 8 bits. These are not 257, because *8-bit AdamW* keeps the embedding's in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. The last row has the step in backward, and bitsandbytes' own class, with all states in 8 bits. Its 1,117 MiB are the least of full fine-tuning.
 #
-# Weights in 16 bits halve the ground once more, and every update is then rounded as the averages above: take [`bf16_adamw`](../recipes_lib/precision/pure_bf16.py), which rounds them stochastically.
+# Weights in 16 bits are smaller still, and their updates are rounded as the averages above: take [`bf16_adamw`](../recipes_lib/precision/pure_bf16.py), which rounds stochastically.
 #
 # ### 8. Optimizer states in host memory
 #
-# On a GPU the states can wait in host memory, where the update runs, too: gradients go down, weights come up, and the host holds 16 bytes per weight and staging buffers. [`offload_optimizer`](../recipes_lib/memory/optimizer_offload.py) does it. On a CPU there is nowhere to move them to, so there is no row. A *paged* optimizer moves them only when memory runs out.
+# A GPU's states can wait in host memory, where the update runs, too: gradients go down, weights come up. [`offload_optimizer`](../recipes_lib/memory/optimizer_offload.py) does it. A CPU has nowhere to move them to, so there is no row.
 #
 # ### 9. LoRA
 #
-# **What happens.** Freeze the weights, and put a small correction beside each linear layer: two thin matrices `A` and `B`, whose product has the shape of the weight and a low *rank*. Only they, the *adapter* of the layer, get gradients and states.
+# **What happens.** Freeze the weights, and put a small correction beside each linear layer: two thin matrices `A` and `B`, whose product has the shape of the weight and a low *rank*. Only they, the *adapter* of the layer, get gradients and states. No small update is added to a frozen weight, so it can have 16 bits.
 #
 # ```text
 # y = x Wᵀ  +  (alpha / r) · (x Aᵀ) Bᵀ        W [576, 576] is frozen, A [16, 576] and B [576, 16] train
@@ -791,6 +784,10 @@ def lora(model):
     return get_peft_model(model, adapters())
 
 
+def to_16_bits(model):
+    return model.to(precision.dtype)
+
+
 layer = lora(copy.deepcopy(small)).get_base_model().model.layers[0].self_attn.q_proj
 a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
 torch.nn.init.normal_(b)  # B starts at zero: an untrained adapter changes nothing
@@ -799,22 +796,23 @@ corrected = plain_lora(hidden, layer.base_layer.weight, a, b, alpha=32)
 assert torch.allclose(layer(hidden), corrected, atol=1e-4)
 print("one adapted layer by hand and by peft: equal")
 
-ladder.climb("LoRA", build(lora, recipe_2, step=step_in_16_bits), **on_lean)
+on_16_bits = build(to_16_bits, lora, recipe_2, step=step_in_16_bits)
+ladder.climb("LoRA", on_16_bits, **on_lean)
 
 # %% [markdown]
-# **The answer.** Next to nothing: states are 37 MiB in place of 1,026, and gradients are half of that. The peak is the end of forward, 779 MiB, and most of it is the weights, 532 with the adapters. (Its loss is higher. The loss of a row of the ladder is that after one update, which moves an adapter by far less than a whole model. So it says little about adapters.)
+# **The answer.** Next to nothing: states are 37 MiB in place of 1,026, and gradients half of that. The peak is the end of forward, 418 MiB, and 275 of it are the weights with the adapters.
 #
-# **In your code.** Make a new `LoraConfig` for each model: peft writes the names of the layers that it has found into it, and on a deeper model the same object would adapt the first blocks alone. Gradients of frozen weights are left out, but each of 210 layers gets two small products more, so adapters do not always save time.
+# **In your code.** Make a new `LoraConfig` for each model. peft writes the layers that it has found into it, and on a deeper model the same object would adapt the first blocks alone.
 #
 # ### 10. QLoRA
 #
-# **What happens.** Frozen weights are only read, so few digits suffice. QLoRA keeps each one as one of 16 levels: four bits. 64 neighbours share a scale, which has 8 bits. Each product unpacks its layer for a moment.
+# **What happens.** Frozen weights are only read, so fewer digits suffice. QLoRA keeps each one as one of 16 levels: four bits. 64 neighbours share a scale, which has 8 bits. Each product unpacks its layer for a moment.
 #
 # ```text
-# y = x · unpack(W)ᵀ  +  (alpha / r) · (x Aᵀ) Bᵀ        W: 0.52 bytes per weight instead of 4
+# y = x · unpack(W)ᵀ  +  (alpha / r) · (x Aᵀ) Bᵀ        W: 0.52 bytes per weight instead of 2
 # ```
 #
-# **Guess first.** The embedding stays as it is. Which is then larger, the embedding or all blocks?
+# **Guess first.** Four bits are a quarter of 16. Does the peak of the LoRA row fall by three quarters of its blocks?
 #
 # **The idea.** Most weights are close to zero, about as in a normal distribution. So the levels are quantiles of a normal distribution, and each weight takes the nearest one.
 
@@ -838,6 +836,13 @@ close = torch.isclose(rounded, unpacked, atol=1e-5).float().mean()
 change = (rounded - linear.weight).norm() / linear.weight.norm()
 print(f"{close:.1%} of the weights equal those of bitsandbytes")
 print(f"the rounding changes the weights of this layer by {change:.0%}")
+in_blocks = sum(weight.numel() for weight in skeleton.model.layers.parameters())
+# Bytes of a packed weight: its code, and its part of two kinds of scales.
+four = 1 / 2 + 1 / 64 + 4 / 16_384
+in_bits = [mib(in_blocks * size) for size in (4, 2, four)]
+print(f"all blocks in 32, 16 and 4 bits: {', '.join(in_bits)}")
+embedding = skeleton.get_input_embeddings().weight.numel()
+print(f"the embedding in 32 and 16 bits: {mib(4 * embedding)}, {mib(2 * embedding)}")
 
 # %% [markdown]
 # With the libraries, on the small model in a folder, where any name of the hub can stand:
@@ -867,16 +872,17 @@ print(loaded.base_model.model.model.layers[0].mlp.up_proj.base_layer)
 del loaded
 
 qlora = partial(apply_qlora, rank=16, alpha=32)
-ladder.climb("QLoRA", build(qlora, recipe_2, step=step_in_16_bits), **on_lean)
+on_4_bits = build(qlora, recipe_2, step=step_in_16_bits)
+ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 
 # %% [markdown]
-# **The answer.** The embedding. Of 179 MiB of weights, 108 are the embedding in fp32, 52 all packed blocks, and 19 the adapters.
+# **The answer.** It rises, by 8 MiB. The blocks are 203 → 52, but `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding. It is 54 MiB larger, its product needs a copy in 16 bits, and what enters each block has 32 bits, too. *Everything combined* below keeps it in 16 bits.
 #
-# **In your code.** `prepare_model_for_kbit_training` turns every 16-bit weight that is not packed into fp32, the embedding and the output layer too. With a large vocabulary that is much: the table of cards prints it. Without `use_reentrant=False` no gradient reaches the first block. And on CPUs with AVX512-BF16 one forward in evaluation mode, in which `from_pretrained` returns a model, makes bitsandbytes repack the weights for a kernel without a backward. So call `model.train()` before the first forward, and `check_gradient_flow` once, which sees both traps. Ours closes them, and rounds a model that is in memory already.
+# **In your code.** Without `use_reentrant=False` no gradient reaches the first block. And on CPUs with AVX512-BF16 one forward in evaluation mode, in which `from_pretrained` returns a model, makes bitsandbytes repack the weights for a kernel without a backward. So call `model.train()` before the first forward, and `check_gradient_flow` once, which sees both traps.
 #
 # ### 11. Layer streaming
 #
-# **What happens.** A frozen weight is needed only while its block is computed. So it can wait elsewhere: a GPU's in host memory, a CPU's on the disk. While one block is computed, the next one is on its way. There is a checkpoint around each block, and the block asks for its weights whenever it runs, in forward and again in backward.
+# **What happens.** A frozen weight is needed only while its block is computed. So it can wait elsewhere: a GPU's in host memory, a CPU's on the disk. While one block is computed, the next one is on its way.
 #
 # **Guess first.** Two packed blocks are here at a time. Does the peak fall by nearly all blocks, or by much less?
 
@@ -891,15 +897,13 @@ ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"})
 # %% [markdown]
 # **The answer.** By 51 of 52 MiB: at the peak, in the loss, hardly any block is needed. (Inputs of these checkpoints count as *other*.)
 #
-# **In your code.** DeepSpeed's ZeRO-3 with `offload_param` moves weights that train; for a frozen base in four bits we know of no switch. Each weight crosses the link twice a step: take many tokens per step, so that a block takes longer to compute than the next one to come.
+# **In your code.** We know of no switch for a frozen base in four bits; DeepSpeed's `offload_param` moves weights that train. Take many tokens per step: each weight crosses the link twice.
 #
 # ## Everything combined
 #
-# Two combinations, one for time and one for memory.
-#
 # **For time**: 16 bits, compiled blocks, a loss in chunks. All weights train, and no block runs forward twice.
 #
-# **For memory**: QLoRA with every term small, so only adapters train. Weights: four bits in the blocks, 16 bits in embedding and norms. Activations: checkpoints around compiled blocks, with 16 bits between them. Logits: a loss in chunks. The rest is left out: the batch fits without accumulation, adapters have few gradients and states, and little is left to move elsewhere.
+# **For memory**: QLoRA with every term small. Weights: four bits in the blocks, 16 bits in embedding and norms. Activations: checkpoints around compiled blocks. Logits: a loss in chunks. The other recipes have little left to save.
 #
 # **Guess first.** Which term is the largest one left in the second combination?
 
@@ -912,8 +916,7 @@ def whole_model(model):
 
 
 def small_in_every_term(model):
-    model = model.to(precision.dtype)  # what is frozen needs no 32 bits
-    model = compiled(qlora(model))  # before checkpointing, which stays outside
+    model = compiled(qlora(to_16_bits(model)))  # before checkpointing: it stays outside
     model = apply_activation_checkpointing(model)
     return apply_chunked_cross_entropy(model)
 
@@ -925,11 +928,11 @@ ladder.take_turns(rounds=sizes.last_rounds)
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights, 125 of 267 MiB: 54 of embedding in 16 bits, 52 of packed blocks, 19 of adapters. Only predictions of compiled rows are off at all, by half a per cent here: the compiler decides by itself which buffers it uses again.
+# **The answer.** The weights, 125 of 267 MiB: 54 of embedding in 16 bits, 52 of packed blocks, 19 of adapters.
 #
 # ## Does it still learn?
 #
-# The rows to choose from train on the same batches, from the same pretrained weights, adapters at ten times the learning rate. What counts is the loss on functions from modules that are not in the training texts.
+# The rows to choose from train on the same batches, adapters at ten times the learning rate. What counts is the loss on functions from modules that are not in the training texts.
 
 # %%
 from recipes_lib.core.data.evaluation import evaluate
@@ -951,6 +954,10 @@ def as_it_is(model):
     return model
 
 
+def lean_lora(model):
+    return recipe_2(lora(to_16_bits(model)))
+
+
 def lean_qlora(model):
     return recipe_2(qlora(model))
 
@@ -968,12 +975,13 @@ curves = {
     "baseline": learn(as_it_is, for_weights, train_step),
     "8-bit AdamW in backward": learn(recipe_2, in_8_bits, in_one_go),
     fast_row: learn(whole_model, for_weights, step_in_16_bits),
+    "LoRA": learn(lean_lora, for_adapters, step_in_16_bits),
     "QLoRA": learn(lean_qlora, for_adapters, step_in_16_bits),
     "everything combined": learn(small_in_every_term, for_adapters, step_in_16_bits),
 }
 
 # %% [markdown]
-# All five ran in the same turns. They are compared with full fine-tuning in fp32, the baseline, and with what many have today, QLoRA with 16 bits, checkpoints and a loss in chunks. *70 % less memory, and faster* is a common promise: the last column says who keeps it against the baseline, in every round.
+# *70 % less memory, and faster* is a common promise: the last column says who keeps it against full fine-tuning in fp32, the baseline, in every round.
 
 # %%
 print(f"{'':<33}{'to the baseline':>15}{'to QLoRA':>15}   held-out loss   promise")
@@ -988,18 +996,18 @@ for name, ((_, first), (_, last)) in curves.items():
     print(f"{line}   {first:>5.2f} → {last:.2f}   {kept}")
 
 # %% [markdown]
-# With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it is the fastest, and trains all weights. With 1,117 take *8-bit AdamW in backward*, which takes as long as the baseline. With 779 take *LoRA*: it avoids the rounding to four bits, and this notebook has no held-out loss of it. (Here its base has 32 bits. No cell runs LoRA on a base in 16 bits: its lines in the table of cards are predicted.) With less take *everything combined*: it is smaller and faster than QLoRA, because its blocks are compiled and nothing but the adapters has 32 bits.
+# With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it trains all weights, and is the fastest. With 1,117 take *8-bit AdamW in backward*. With 418 take *LoRA*. With less take *everything combined*.
 #
-# Times of 8-bit AdamW, of offloading to a disk and of streaming are those of CPU implementations, and of files that the system keeps in free memory. They do not carry over to a GPU.
+# **Do four bits pay?** On this small model as the libraries do it: no, 426 MiB against LoRA's 418. With the embedding in 16 bits: yes, 267. The table below says when you need them: on a card of 8 GiB from three billion weights on, on 16 GiB from eight. They have a price before training, @BEFORE@. (These weights come from a file of four bits, so they are rounded twice. A model in 16 bits pays another price.)
 #
-# Four bits have a price before training, 3.70 → 4.00 and 4.08. These weights come from a file of four bits, so they are rounded twice; a model in 16 bits pays another one. *Everything combined* rounds them from 16 bits, QLoRA from 32. (Compare the two by these losses, not by those of the ladder, which come after a single update.) The losses are of one run each, with rates that were not tuned: all of them learn, and [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares which learns best.
+# These losses are of one run each, with rates that were not tuned; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming are those of a CPU, with a disk that the system keeps in free memory. They do not carry over to a GPU.
 #
 # <!-- numbers:gpu-01 -->
 # <!-- end -->
 #
 # ## What fits your card
 #
-# The same equation, for three sizes of Llama on one text of 2,048 tokens; more texts are a matter of accumulation. All four ways have checkpoints and a loss in chunks. *Full* trains all weights, which have 32 bits, with 8-bit AdamW in backward. The others train adapters of rank 16, on a base in 16 bits, in four bits, or in four bits with two blocks at a time on the card.
+# The same equation, for three sizes of Llama on one text of 2,048 tokens. All four ways have checkpoints and a loss in chunks. *Full* trains all weights, in 32 bits, with 8-bit AdamW in backward. The others train adapters of rank 16, on a base in 16 bits, in four bits, or in four bits with two blocks at a time on the card.
 
 # %%
 from dataclasses import replace
@@ -1010,6 +1018,11 @@ from recipes_lib.core.predict.any_size import any_size
 GIB = 2**30
 CARDS = (8, 16, 24, 80)  # GiB
 TEXT = dict(rows=1, length=2048)
+
+
+def room(card):
+    """What tensors may take of a card, beside holes and CUDA's context."""
+    return (card * GIB - GIB / 2) / 1.2
 
 
 def lean(step):
@@ -1048,16 +1061,15 @@ print(f"{'':<32}{'GiB':>6}   fits{cards} GiB")
 for shape in ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"):
     for name, (way, dtype) in ways.items():
         step = way(model_of_shape(shape, dtype=dtype, device="meta"))
-        needed = (1.2 * step.peak + GIB / 2) / GIB
-        fits = "".join(f"{'yes' if needed <= card else '–':>5}" for card in CARDS)
+        fits = "".join(f"{'yes' if step.peak <= room(c) else '–':>5}" for c in CARDS)
         print(f"{shape:<14}{name:<18}{step.peak / GIB:>6.1f}       {fits}")
 to_fp32 = 2 * 128_256 * 4_096 * 2 / GIB
 print(f"\npeft's fp32 for embedding and output layer of 8B: {to_fp32:.1f} GiB more")
 
 # %% [markdown]
-# *Full* counts the states of the embedding in 32 bits, as in the Trainer's `adamw_8bit`; *8-bit AdamW in backward* of the ladder has all of them in 8. The table is not for a T4: it has no bf16, which these bases have, and the loss scale of fp16 excludes the step in backward.
+# *Full* keeps the states of the embedding in 32 bits, as the Trainer does. The table is not for a T4: it has no bf16, which these bases have, and the loss scale of fp16 excludes the step in backward.
 #
-# Arithmetic knows no operators. So one line is checked by the step itself, on fake tensors. It needs no 32 blocks: each adds the same bytes at the same moment, so `any_size` takes 2 and 3 blocks, checks itself on a third depth, and goes on to 32.
+# One line is checked by the step itself, on fake tensors. Each of the 32 blocks adds the same bytes, so `any_size` takes 2 and 3 blocks, checks itself on a third depth, and goes on to 32.
 
 # %%
 ids = torch.zeros(TEXT["rows"], TEXT["length"], dtype=torch.long, device=device)
@@ -1092,11 +1104,11 @@ print(f"{sizes.large}, QLoRA: {peak / GIB:.1f} GiB by the step without data")
 # print("first tower", peaks[-1], "second tower", torch.cuda.max_memory_allocated())
 # ```
 #
-# The first one is higher: Part A. The second one: Part B. Out of memory? Measure with one short text. Above the ground the first tower grows with the tokens, and the second does not: scale the first to your batch. Of what it consists shows `torch.cuda.memory._record_memory_history()` with `_dump_snapshot("s.pickle")`, opened at [pytorch.org/memory_viz](https://pytorch.org/memory_viz).
+# The first one is higher: Part A. The second one: Part B. Out of memory already? Measure with one short text, and scale what the first tower has above the ground; the second one does not grow. What is in them shows `torch.cuda.memory._record_memory_history()` with `_dump_snapshot("s.pickle")`, opened at [pytorch.org/memory_viz](https://pytorch.org/memory_viz).
 #
 # ### 12. Dynamic batch size
 #
-# Where nobody knows what fits, halve the micro-batches when memory runs out, and double their number: the gradient stays that of the same batch. Below, a limit stands in for a smaller device: 80 % of what the gradient takes at once.
+# Where nobody knows what fits, halve the micro-batches when memory runs out, and double their number: the gradient stays that of the same batch. Here a limit stands in for a smaller device: 80 % of what two blocks take at once.
 
 # %%
 from recipes_lib.core.predict import predict
@@ -1109,7 +1121,8 @@ from recipes_lib.training.dynamic_batch import (
 show(halve_until_it_fits)
 
 few_texts = {name: tensor[: sizes.few] for name, tensor in batch.items()}
-adapted = build(qlora, checkpointing)
+two_blocks = partial(model_of_shape, sizes.shape, layers=2)
+adapted = build(lora, checkpointing, base=two_blocks)
 
 
 def peak_in_parts(count):
@@ -1133,11 +1146,11 @@ del model, fitted
 print(f"limit {mib(limit)}: {expected} micro-batches predicted, {found} found")
 
 # %% [markdown]
-# **In your code.** The Trainer's `auto_find_batch_size=True` is something else: it takes a smaller batch, does not accumulate, and so trains with another batch size.
+# **In your code.** The Trainer's `auto_find_batch_size=True` does not accumulate, so it trains with another batch size.
 #
 # ## Which recipe when
 #
-# **An order to try.** Start with what changes nothing and costs little: bf16, a loss in chunks, checkpoints, micro-batches. If all weights have to train: 8-bit AdamW, then the step in backward, then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Where texts have many lengths, [packing](../recipes_lib/training/sequence_packing.py) comes first: padding fills memory, too.
+# **An order to try.** Start with what changes nothing and costs little: bf16, a loss in chunks, checkpoints, micro-batches. If all weights have to train: 8-bit AdamW, then the step in backward, then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Before all that, [pack](../recipes_lib/training/sequence_packing.py) texts of unequal lengths: padding fills memory, too.
 
 # %%
 ladder
@@ -1145,25 +1158,26 @@ ladder
 # %% [markdown]
 # | recipe | switch in the Trainer, or the call | not when |
 # |---|---|---|
-# | gradient accumulation | `gradient_accumulation_steps=4` | the batch fits |
-# | activation checkpointing | `activation_checkpointing=True`, in older transformers `gradient_checkpointing=True` | activations are not at the peak |
-# | loss in chunks | TRL's `SFTTrainer` has one; in the Trainer `use_liger_kernel=True`, on a GPU | you need the logits |
-# | activation offloading | `SFTConfig(activation_offloading=True)`; of inputs only: `activation_checkpointing_kwargs={"offload": True}` | checkpointing is enough: it is simpler |
-# | mixed precision | `bf16=True`; on a T4 `fp16=True` | 16 bits are not native: emulation is slow |
-# | compiled blocks | `torch_compile=True` | each batch has another shape |
-# | step in backward | a hook, as above; torchtune's `optimizer_in_bwd` | you accumulate, clip, or scale the loss |
-# | 16-bit AdamW states | torchtitan's `fused_opt_states_bf16`; its documents name no stochastic rounding: the trap of recipe 7 | with LoRA: states are small |
-# | 8-bit AdamW | `optim="adamw_8bit"`, or `"paged_adamw_8bit"` | with LoRA: states are small |
-# | states on the host | DeepSpeed's `offload_optimizer`, FSDP2's `CPUOffloadPolicy` | 8 bits are enough |
-# | LoRA | `get_peft_model`, TRL's `peft_config` | much that is new has to be learned |
-# | QLoRA | `BitsAndBytesConfig`, as above | the 16-bit weights fit: rounding costs quality |
-# | layer streaming | none: `apply_layer_streaming` | the weights fit |
+# | [gradient accumulation](../recipes_lib/training/gradient_accumulation.py) | `gradient_accumulation_steps=4` | the batch fits |
+# | [activation checkpointing](../recipes_lib/memory/activation_checkpointing.py) | `activation_checkpointing=True`, in older transformers `gradient_checkpointing=True` | activations are not at the peak |
+# | [loss in chunks](../recipes_lib/memory/chunked_cross_entropy/__init__.py) | TRL's `SFTTrainer` has one; in the Trainer `use_liger_kernel=True`, on a GPU | you need the logits |
+# | [activation offloading](../recipes_lib/memory/activation_offload.py) | `SFTConfig(activation_offloading=True)`; of inputs only: `activation_checkpointing_kwargs={"offload": True}` | checkpointing is enough |
+# | [mixed precision](../recipes_lib/precision/mixed_precision.py) | `bf16=True`; on a T4 `fp16=True` | 16 bits are emulated |
+# | [compiled blocks](../recipes_lib/training/compiled_blocks.py) | `torch_compile=True` | each batch has another shape |
+# | [step in backward](../recipes_lib/memory/optimizer_in_backward.py) | a hook, as above; torchtune's `optimizer_in_bwd` | you accumulate, clip, or scale the loss |
+# | [16-bit AdamW states](../recipes_lib/precision/sixteen_bit_adam.py) | torchtitan's `fused_opt_states_bf16` | with LoRA: states are small |
+# | [8-bit AdamW](../recipes_lib/precision/eight_bit_adam.py) | `optim="adamw_8bit"`, or `"paged_adamw_8bit"` | with LoRA: states are small |
+# | [states on the host](../recipes_lib/memory/optimizer_offload.py) | DeepSpeed's `offload_optimizer`, FSDP2's `CPUOffloadPolicy` | 8 bits are enough |
+# | [LoRA](../recipes_lib/fine_tuning/lora.py) | `get_peft_model`, TRL's `peft_config` | much that is new has to be learned |
+# | [QLoRA](../recipes_lib/fine_tuning/qlora.py) | `BitsAndBytesConfig`, as above | the 16-bit weights fit |
+# | [layer streaming](../recipes_lib/memory/layer_streaming.py) | none: `apply_layer_streaming` | the weights fit |
+# | [dynamic batch size](../recipes_lib/training/dynamic_batch.py) | none: `fit_micro_batches` | you know what fits |
 #
 # **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading of every activation with checkpointing. More of both: [cheatsheet](../CHEATSHEET.md), [TRAPS.md](../TRAPS.md).
 #
 # ## Out-of-memory doctor
 #
-# Given a model, a device and the text of an error, what should be tried first? Each line is a stack of recipes with its predicted peak by arithmetic. (Is much *reserved but unallocated*? Then memory is in pieces, and `PYTORCH_ALLOC_CONF=expandable_segments:True` joins them.)
+# Given a model, a device and the text of an error, what should be tried first? Each line is a stack of recipes with its peak by the same arithmetic. The doctor gets the room that the table leaves for tensors on 24 GiB. (Is much *reserved but unallocated*? Then memory is in pieces, and `PYTORCH_ALLOC_CONF=expandable_segments:True` joins them.)
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1174,18 +1188,18 @@ diagnosis = diagnose(
     model=model_of_shape(sizes.large, dtype=torch.bfloat16, device="meta"),
     batch_size=4,
     seq_len=2048,
-    memory_bytes=24 * GIB,
+    memory_bytes=int(room(24)),
 )
 for remedy in diagnosis.remedies:
     print(f"{remedy.name:<54}{remedy.outcome}")
 print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 
 # %% [markdown]
-# The doctor fills the card to 95 % of what CUDA's context leaves. The table of cards keeps a fifth and half a GiB: by its rule, the LoRA and the QLoRA of this list need more than 24 GiB. Where the two differ, trust the table. QLoRA has no loss in chunks in this list, LoRA has one. *As it is*, *checkpointing* and *8-bit AdamW* train all weights in bf16, of which recipe 7 warns.
+# @DOCTOR@ Lines without adapters train all weights in bf16, of which recipe 7 warns.
 #
 # ## Take this home
 #
-# QLoRA with checkpoints, by the libraries alone but for the data and the measurement: `four_bits` and `adapters()` are those of recipes 9 and 10; write your model's name in place of `resolve(…)`, and your own rows. With rows of `messages` TRL trains on the prompt, too: set `assistant_only_loss=True`, or give rows with `prompt` and `completion`. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
+# QLoRA by the libraries alone, but for the data and the measurement: write your model's name in place of `resolve(…)`, and your own rows. With rows of `messages` TRL trains on the prompt, too: set `assistant_only_loss=True`, or give rows with `prompt` and `completion`. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
 
 # %%
 from trl import SFTConfig, SFTTrainer
@@ -1226,13 +1240,11 @@ del trainer
 #
 # 1. Double the tokens per text. Which terms of the equation change, and by what factor?
 # 2. From how many tokens on is the first tower of the plain step higher than the second?
-# 3. Add the *step in backward* to the LoRA row. Why does almost nothing happen?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Activations and logits double, and the rest stays: `bytes_of_a_step(skeleton, 2 * tokens)`.
 # 2. Where both are equal: divide gradients and embedding copies by the bytes of activations and logits per token. The last cell prints it.
-# 3. Its peak comes at the end of forward, before any gradient. And the gradients of adapters are small.
 #
 # </details>
 #
@@ -1240,11 +1252,9 @@ del trainer
 #
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016
 # - Micikevicius et al., *Mixed Precision Training*, 2018
-# - Rajbhandari et al., *ZeRO*, 2020
 # - Dettmers et al., *8-bit Optimizers via Block-wise Quantization*, 2022, and *QLoRA*, 2023
 # - Hu et al., *LoRA*, 2021
 # - Lv et al., *LOMO*, 2023: the step in backward
-# - Ansel et al., *PyTorch 2*, 2024: `torch.compile`
 #
 # The last cell checks the story on this machine.
 
@@ -1271,6 +1281,9 @@ assert naive_error > 0.01, "the popular accumulation trains something else"
 if not fast():  # in models as small as those of FAST mode, what is left out counts
     assert equation_off < 0.01, "the equation agrees"
     assert all(last < first for (_, first), (_, last) in curves.values()), "all learn"
-peaks = [ladder[name].peak_bytes for name in ("baseline", lean_row, "LoRA", "QLoRA")]
+    least = min(row.peak_bytes for row in ladder.rows)
+    assert ladder["everything combined"].peak_bytes == least, "it is the smallest"
+falling = ("baseline", lean_row, "8-bit AdamW in backward", "LoRA")
+peaks = [ladder[name].peak_bytes for name in falling]
 assert peaks == sorted(peaks, reverse=True), "each is lower than the one before"
 print(f"all checks passed: {ladder.saved('everything combined'):.0%} less peak memory")
