@@ -99,7 +99,7 @@ full = dict(
     large="llama-3.1-8b",  # for predictions
 )
 # Continuous integration checks that the code works, not how fast it is.
-brief = dict(last_rounds=1, compile=False, learner="tiny-smollm2", steps=2)
+brief = dict(rounds=1, last_rounds=1, compile=False, learner="tiny-smollm2", steps=2)
 brief |= dict(learner_rows=4, pairs=40, held_out=6, few=4, large="tiny-llama")
 # On a CPU the real SmolLM2-135M. layers=None means all of its 30 blocks.
 smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=20, tokens=72)
