@@ -998,7 +998,7 @@ for name, ((_, first), (_, last)) in curves.items():
 # %% [markdown]
 # With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it trains all weights, and is the fastest. With 1,117 take *8-bit AdamW in backward*. With 418 take *LoRA*. With less take *everything combined*.
 #
-# **Do four bits pay?** On this small model as the libraries do it: no, 426 MiB against LoRA's 418. With the embedding in 16 bits: yes, 267. The table below says when you need them: on a card of 8 GiB from three billion weights on, on 16 GiB from eight. They have a price before training, @BEFORE@. (These weights come from a file of four bits, so they are rounded twice. A model in 16 bits pays another price.)
+# **Do four bits pay?** On this small model as the libraries do it: no, 426 MiB against LoRA's 418. With the embedding in 16 bits: yes, 267. The table below says when you need them: on a card of 8 GiB from three billion weights on, on 16 GiB from eight. They have a price before training, 3.68 → 4.08. (These weights come from a file of four bits, so they are rounded twice. A model in 16 bits pays another price.)
 #
 # These losses are of one run each, with rates that were not tuned; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming are those of a CPU, with a disk that the system keeps in free memory. They do not carry over to a GPU.
 #
@@ -1191,11 +1191,11 @@ diagnosis = diagnose(
     memory_bytes=int(room(24)),
 )
 for remedy in diagnosis.remedies:
-    print(f"{remedy.name:<54}{remedy.outcome}")
+    print(f"{remedy.name}\n    {remedy.outcome}")
 print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 
 # %% [markdown]
-# What fits here fits by the table's rule, too: the doctor takes a little more off, for CUDA itself. Lines without adapters train all weights in bf16, of which recipe 7 warns.
+# What fits here fits by the table's rule, too: the doctor takes a little more off, for CUDA itself. (Here LoRA's gradients wait for the next micro-batch, so it takes a little more than in the table.) Lines without adapters train all weights in bf16, of which recipe 7 warns.
 #
 # ## Take this home
 #
