@@ -1207,7 +1207,7 @@ from trl import SFTConfig, SFTTrainer
 source = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")  # of the hub, or a folder
 settings = SFTConfig(
     output_dir="runs/take-away",
-    max_steps=2,
+    max_steps=1,  # to see that it runs: leave it out
     per_device_train_batch_size=2,
     gradient_accumulation_steps=2,  # recipe 1
     activation_checkpointing=True,  # recipe 2, and TRL's loss is in chunks
