@@ -25,7 +25,7 @@
 #
 # **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: nine to run on two CPU cores, forty to read. **Has run on** two CPU cores. A GPU gets larger sizes, and no GPU has run them yet.
 #
-# **In a hurry?** [What fits your card](#What-fits-your-card) has a table for one, three and eight billion weights, and [Which recipe when](#Which-recipe-when) an order to try.
+# **In a hurry?** See [what fits your card](#What-fits-your-card), and [which recipe when](#Which-recipe-when).
 #
 # ## Setup
 #
@@ -304,7 +304,7 @@ timeline_chart(
 #
 # **Part A** attacks the first tower, which grows with the tokens. In the prints it is called *backward begins* or *forward ends*. **Part B** attacks the second one, and the ground of both: weights and states.
 #
-# These are bytes of tensors. A process also has holes between them, and a GPU its context: leave a fifth for the one and half a GiB for the other.
+# These are bytes of tensors. Leave a fifth more for holes between them, and half a GiB for a GPU's context.
 #
 # ### Something small to try ideas on
 #
@@ -513,7 +513,7 @@ ladder.climb("activation offloading", offloaded, group="in 32 bits")
 #
 # ### 4. Mixed precision
 #
-# **What happens.** Multiply in 16 bits, where the units for it are faster. Norms, softmax and loss stay in fp32, because they add up many numbers. So do the weights: an update is often too small for 16 bits.
+# **What happens.** Multiply in 16 bits, which is faster. What adds up many numbers stays in fp32: norms, softmax and loss. So do the weights, for an update is often too small for 16 bits.
 #
 # **Guess first.** Do the activations fall by half?
 #
@@ -555,7 +555,7 @@ ladder.climb("mixed precision", build(step=step_in_16_bits), **in_16_bits)
 #
 # ### 5. Compiled blocks
 #
-# **What happens.** Between two products a block runs dozens of small operators: norms, rotary positions, casts. Each reads from memory and writes back. A compiler makes one program of many, a *kernel*.
+# **What happens.** Between two products a block runs dozens of small operators, and each reads from memory and writes back. A compiler makes one program of many, a *kernel*.
 #
 # **Guess first.** That saves time. Does it also save memory?
 #
@@ -708,7 +708,7 @@ print(f"to nearest      {nearest.float().mean():.3f}")
 print(f"stochastically  {stochastic.float().mean():.3f}, the mean of 10,000")
 
 # %% [markdown]
-# **The answer.** Rounded to nearest, it never falls. Updates are divided by its root, so they stay too small, and no error says so. *Stochastic rounding* goes to one of the two neighbours at random, to the nearer one more often, and is right on average. Ours rounds the second average so.
+# **The answer.** Rounded to nearest, it never falls. Updates are divided by its root, so they stay too small, and no error says so. *Stochastic rounding*, as in ours, goes to one of the two neighbours at random, to the nearer one more often, and is right on average.
 #
 # In 8 bits each average becomes a *code*: the number of an entry in a list of 256 values, close together near zero and far apart near one. 256 neighbours share one scale. Ten steps on the same gradients:
 
@@ -760,7 +760,7 @@ for name, (optimizer_of, step) in fewer_bits.items():
 #
 # ### 9. LoRA
 #
-# **What happens.** Freeze the weights, and put a small correction beside each linear layer: two thin matrices `A` and `B`, whose product has the shape of the weight and a low *rank*. Only they, the *adapter* of the layer, get gradients and states. No small update is added to a frozen weight, so it can have 16 bits.
+# **What happens.** Freeze the weights, and put an *adapter* beside each linear layer: two thin matrices `A` and `B`, whose product has the shape of the weight and a low *rank*. Only adapters get gradients and states. No small update is added to a frozen weight, so it can have 16 bits.
 #
 # ```text
 # y = x Wᵀ  +  (alpha / r) · (x Aᵀ) Bᵀ        W [576, 576] is frozen, A [16, 576] and B [576, 16] train
@@ -878,11 +878,11 @@ ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 # %% [markdown]
 # **The answer.** It rises, by 8 MiB. The blocks are 203 → 52, but `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding. It is 54 MiB larger, its product needs a copy in 16 bits, and what enters each block has 32 bits, too. *Everything combined* below keeps it in 16 bits.
 #
-# **In your code.** Without `use_reentrant=False` no gradient reaches the first block. And on CPUs with AVX512-BF16 one forward in evaluation mode, in which `from_pretrained` returns a model, makes bitsandbytes repack the weights for a kernel without a backward. So call `model.train()` before the first forward, and `check_gradient_flow` once, which sees both traps.
+# **In your code.** Without `use_reentrant=False` no gradient reaches the first block. On CPUs with AVX512-BF16 one forward in evaluation mode makes bitsandbytes repack the weights for a kernel without a backward, so call `model.train()` first. `check_gradient_flow` sees both traps.
 #
 # ### 11. Layer streaming
 #
-# **What happens.** A frozen weight is needed only while its block is computed. So it can wait elsewhere: a GPU's in host memory, a CPU's on the disk. While one block is computed, the next one is on its way.
+# **What happens.** A frozen weight is needed only while its block is computed. So it can wait where activations do above. While one block is computed, the next one is on its way.
 #
 # **Guess first.** Two packed blocks are here at a time. Does the peak fall by nearly all blocks, or by much less?
 
@@ -1002,7 +1002,7 @@ for name, ((_, first), (_, last)) in curves.items():
 # %% [markdown]
 # With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it trains all weights, and is the fastest. With 1,117 take *8-bit AdamW in backward*. With 418 take *LoRA*. With less take *everything combined*.
 #
-# **Do four bits pay?** On this small model as the libraries do it: no, 426 MiB against LoRA's 418. With the embedding in 16 bits: yes, 267. The table below says when you need them: on a card of 8 GiB from three billion weights on, on 16 GiB from eight. They have a price before training, 3.68 → 4.08. (These weights come from a file of four bits, so they are rounded twice. A model in 16 bits pays another price.)
+# **Do four bits pay?** On this small model as the libraries do it, no: 426 MiB against LoRA's 418. With the embedding in 16 bits, yes: 267. The table below says when you need them: with 8 GiB from three billion weights on, with 16 GiB from eight. Their price before training is 3.68 → 4.08, for weights that come from a file of four bits and are rounded a second time. A model in 16 bits pays another one.
 #
 # These losses are of one run each, with rates that were not tuned; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming are those of a CPU, with a disk that the system keeps in free memory. They do not carry over to a GPU.
 #
@@ -1181,7 +1181,7 @@ ladder
 #
 # ## Out-of-memory doctor
 #
-# Given a model, a device and the text of an error, what should be tried first? Each line is a stack of recipes with its peak by the same arithmetic. The doctor gets the room that the table leaves for tensors on 24 GiB. (Is much *reserved but unallocated*? Then memory is in pieces, and `PYTORCH_ALLOC_CONF=expandable_segments:True` joins them.)
+# Given a model, a device and the text of an error, what should be tried first? Each line is a stack of recipes with its peak by the same arithmetic, in the room that the table leaves for tensors on 24 GiB. (Is much *reserved but unallocated*? Then memory is in pieces, and `PYTORCH_ALLOC_CONF=expandable_segments:True` joins them.)
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1199,7 +1199,7 @@ for remedy in diagnosis.remedies:
 print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 
 # %% [markdown]
-# What fits here fits by the table's rule, too: the doctor takes a little more off, for CUDA itself. (Here LoRA's gradients wait for the next micro-batch, so it takes a little more than in the table.) Lines without adapters train all weights in bf16, of which recipe 7 warns.
+# What fits here fits by the table's rule, too: the doctor takes a little more off, for CUDA itself. Lines without adapters train all weights in bf16, of which recipe 7 warns.
 #
 # ## Take this home
 #
@@ -1242,13 +1242,13 @@ del trainer
 # %% [markdown]
 # ## Exercises
 #
-# 1. Double the tokens per text. Which terms of the equation change, and by what factor?
+# 1. Double the tokens per text. Which terms of the equation change?
 # 2. From how many tokens on is the first tower of the plain step higher than the second?
 #
 # <details><summary>Answers</summary>
 #
 # 1. Activations and logits double, and the rest stays: `bytes_of_a_step(skeleton, 2 * tokens)`.
-# 2. Where both are equal: divide gradients and embedding copies by the bytes of activations and logits per token. The last cell prints it.
+# 2. Gradients and embedding copies, divided by activations and logits per token: the last cell prints it.
 #
 # </details>
 #
