@@ -882,7 +882,7 @@ ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 #
 # ### 11. Layer streaming
 #
-# **What happens.** A frozen weight is needed only while its block is computed. So it can wait where activations do above. While one block is computed, the next one is on its way.
+# **What happens.** A frozen weight is needed only while its block is computed. So it can wait elsewhere, as activations do in recipe 3. While one block is computed, the next one is on its way.
 #
 # **Guess first.** Two packed blocks are here at a time. Does the peak fall by nearly all blocks, or by much less?
 
