@@ -1115,6 +1115,7 @@ print(f"{sizes.large}, QLoRA: {peak / GIB:.1f} GiB by the step without data")
 # Where nobody knows what fits, halve the micro-batches when memory runs out, and double their number: the gradient stays that of the same batch. Here a limit stands in for a smaller device: 80 % of what two blocks take at once.
 
 # %%
+from recipes_lib.core.measure import bytes_alive
 from recipes_lib.core.predict import predict
 from recipes_lib.training.dynamic_batch import (
     fit_micro_batches,
@@ -1140,8 +1141,9 @@ limit = int(0.8 * peak_in_parts(1))
 expected = predicted_micro_batches(
     peak_in_parts, limit_bytes=limit, batch_size=sizes.few
 )
+others = bytes_alive()  # of earlier cells
 model = adapted()[0]
-with PeakMemory(limit_bytes=limit):
+with PeakMemory(limit_bytes=others + limit):
     fitted = fit_micro_batches(
         partial(accumulate, model, few_texts), model=model, batch_size=sizes.few
     )
