@@ -800,7 +800,7 @@ on_16_bits = build(to_16_bits, lora, recipe_2, step=step_in_16_bits)
 ladder.climb("LoRA", on_16_bits, **on_lean)
 
 # %% [markdown]
-# **The answer.** Next to nothing: states are 37 MiB in place of 1,026, and gradients half of that. The peak is the start of backward, 418 MiB, and 275 of it are the weights with the adapters.
+# **The answer.** Next to nothing: states are 37 MiB in place of 1,026, and gradients half of that. The peak is the start of backward, 418 MiB, and 275 of it are the weights with the adapters. (Printed losses come after one update, which moves an adapter by less than a whole model.)
 #
 # **In your code.** Make a new `LoraConfig` for each model. peft writes the layers that it has found into it, and on a deeper model the same object would adapt the first blocks alone.
 #
