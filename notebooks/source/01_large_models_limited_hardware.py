@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **One training step, 4,196 MiB → 267 MiB: 94% less memory of tensors, in 0.53× (0.52–0.53) the time**, from full fine-tuning in fp32 to adapters with every term small. Against QLoRA with 16 bits, checkpoints and a loss in chunks, which many have today, it is -37%, in 0.56× the time. Where all weights train, it is -73%, in 1.00× (0.98–1.02) the time. Each row was predicted before it ran, by the same count on tensors without data: off by 0.5% at most.
+# > **One training step, 4,196 MiB → 267 MiB: 94% less memory of tensors, in 0.53× (0.53–0.53) the time**, from full fine-tuning in fp32 to adapters with every term small. Against QLoRA with 16 bits, checkpoints and a loss in chunks, which many have today, it is -37%, in 0.57× the time. Where all weights train, it is -73%, in 0.99× (0.98–1.07) the time. Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
