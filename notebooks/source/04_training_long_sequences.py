@@ -16,12 +16,14 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **895 → 92,965 tokens with five lines of code:** the longest text on which every weight of smollm2-135m trains within 4 GiB of tensors. That is 67 times as long as with SDPA alone, the default of transformers, and **23 times as long** as with its two switches, SDPA and checkpointing. A real step of 16,384 tokens took 2,400 MiB (2,400 predicted) and 2.8 minutes; longer ones were counted on tensors that have shapes and no data. With the optimizer's step inside of backward, which allows neither clipping nor accumulation, the text can have 112,167 tokens. The price is time: at 112,167 tokens one token takes about 16 times as long as in a plain step of 512, on a line through one block with texts of up to 12,288. In fp32, loss and gradients of 512 tokens are those of eager attention, to 4e-07 and 4e-06. Every row was predicted first. From the length at which the bytes meet the limit, the prediction is off by 2.6% at most.
+# > **895 → 92,965 tokens with five lines of code:** the longest text on which every weight of smollm2-135m trains within 4 GiB of tensors. That is 67 times as long as with SDPA alone, the default of transformers, and 23 times as long as with its SDPA and checkpointing. It is **2.6 times as long** as with all that the switches of transformers and TRL reach together (36,015 tokens, in fp32). A real step of 16,384 tokens took 2,400 MiB (2,400 in a dry step) and 2.8 minutes; longer ones were counted on tensors that have shapes and no data. In fp32, loss and gradients of 512 tokens are those of eager attention, to 4e-07 and 4e-06. The five lines multiply in bf16, and there gradients differ by 4e-02. Predictions miss by 2.6% at most.
 # >
 # > Lengths counted in dry steps, times measured, on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# **The five lines**, for any causal language model of transformers, with weights in fp32:
+# **Its price in time**, in real steps in bf16: at 2,048 tokens a token takes 1.3 times as long as in the plain step (3.9 and 3.1 ms). At 16,384 tokens, for which the plain step would need 31 GiB in fp32, it takes 10.4 ms.
+#
+# **The five lines**, for any causal language model of transformers, with weights in fp32. They are the three calls and the two `with`:
 #
 # ```python
 # from recipes_lib.memory.activation_offload import offload_activations
@@ -44,8 +46,8 @@
 # | **You will learn** | to predict the longest text that fits, and which recipe moves that limit |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | ten to eleven on two CPU cores |
-# | **Minutes to read** | about 30 |
-# | **Which hardware has run this** | two CPU cores; no GPU yet |
+# | **Minutes to read** | about 50; about ten up to *The map* |
+# | **Which hardware has run this** | two CPU cores, and two others for the curves of recipe 8; no GPU yet |
 #
 # ## Setup
 #
@@ -137,7 +139,7 @@ sizes
 # %% [markdown]
 # ## If you have five minutes
 #
-# The training loop, and the five lines in it. Every step of this notebook is one of this loop.
+# The training loop, and the same five lines as functions, so that the rows of a table can share them. Every step of this notebook is one of this loop.
 
 
 # %%
@@ -204,7 +206,7 @@ def text_of(tokens):
 
 
 # %% [markdown]
-# Three real steps on real text. The first step of AdamW makes its averages, so a short one comes before each.
+# Three real steps on real text. The first step of AdamW makes its averages, so a short one comes before each, with a learning rate of 0. The model knows 8,192 positions. For 16,384 tokens YaRN (recipe 8) is on, so the loss of that step cannot be compared with the others.
 
 # %%
 real = {}
@@ -237,9 +239,9 @@ for which, tokens in (
 del model, optimizer, options, memory  # what is alive would be counted below
 
 # %% [markdown]
-# At 2,048 tokens the five lines leave little beside weights, averages and gradients, and eight times as many tokens add little to that. The losses of the first two differ by the rounding of bf16. To accumulate, hand `train` several texts. A T4 has no bf16, so autocast stays out there. `in_flight=1` lets one input travel beside the computation; the default of 4 is much for long texts. [train_long_sequences.py](../scripts/train_long_sequences.py) is the same as a program, which can resume.
+# At 2,048 tokens weights, averages and gradients are 2,052 of the 2,269 MiB of the five lines, and eight times as many tokens add 131 MiB. The losses of the first two steps differ by the rounding of bf16: in fp32 the same text has 1.890 (recipe 7), and both are within 0.002 of it. To accumulate, hand `train` several texts. A T4 has no bf16, so autocast stays out there. `in_flight=1` lets one input travel beside the computation; the default of 4 is much for long texts. [train_long_sequences.py](../scripts/train_long_sequences.py) is the same as a program, which can resume.
 #
-# **With TRL** four of the five are a configuration. The tiles are missing, and its copies to the host take turns with the computation:
+# **With TRL** four of the five are a configuration, for `SFTTrainer(model=…, args=config, train_dataset=…)`. The tiles are missing, and its copies to the host take turns with the computation:
 
 # %%
 from trl import SFTConfig
@@ -318,9 +320,16 @@ print(f"longest text: {longest_by(eager_terms):,} tokens")
 #
 # The plain formula of attention, softmax(QKᵀ/√E) V with a query, a key and a value per token, is called *eager*: all scores are made, and they wait for backward.
 #
-# Each recipe is one row of a table, the *ladder*. `climb` takes a prediction and searches, until one length fits and another, 2 % longer, does not. A prediction is compared with the place where a straight line between the two meets the limit. Then comes a real forward and backward on a text that every row can do. *Gradients off by* is the length of their difference from those of the first row, over the length of those. All rows but one compute in fp32.
+# Each recipe is one row of a table, the *ladder*. `climb` makes a row:
 #
-# A step of the longest texts takes hours here, so on a CPU the search takes **dry steps**: the loop above on PyTorch's fake tensors, which have shapes and no data. Bytes are counted, and nothing is computed. Of the tiles of recipe 4, all between the second and the last count as one. The equation knows nothing of operators, and a dry step knows nothing of the equation, so where both agree no term is forgotten. The real step of 16,384 tokens checks both, below *Everything combined*.
+# - *predicted*: the longest text by arithmetic, before the search.
+# - *longest*: the search goes on until one length fits and another, 2 % longer, does not.
+# - *off by*: the prediction against the place where a straight line between these two meets the limit.
+# - *gradients off by*: from a real forward and backward on a text that every row can do. It is the length of their difference from those of the first row, over the length of those.
+#
+# All rows but one compute in fp32.
+#
+# A step of the longest texts takes hours here, so on a CPU the search takes **dry steps**: the loop above on PyTorch's fake tensors, which have shapes and no data. Bytes are counted, and nothing is computed. The equation knows nothing of operators, and a dry step knows nothing of the equation, so where both agree no term is forgotten. The real step of 16,384 tokens checks both, below *Everything combined*.
 
 # %%
 from collections.abc import Callable
@@ -558,7 +567,7 @@ for which, cost in beside.items():
 
 
 # %% [markdown]
-# *torch* has its default options, whose chunks are small and slow: give it chunks of 256 tokens. *TRL* works in tiles of 4,096 tokens × 32,768 *words*, entries of the vocabulary. On a GPU one kernel turns such a tile into its gradient in place: 256 MiB in bf16, for a text of any length. On a CPU it takes plain operators and some eight tensors of the tile, so this text of 512 tokens takes more with it (637 MiB) than with all logits at once (288), and 2,048 words at a time take 142. TRL has no option for the tile.
+# *torch* has its default options, whose chunks are small and slow: give it chunks of 256 tokens. *TRL* works in tiles of 4,096 tokens × 32,768 *words*, entries of the vocabulary. On a GPU one kernel turns such a tile into its gradient in place: 256 MiB in bf16, for a text of any length. On a CPU it takes plain operators. This text of 512 tokens then takes about ten times one tile (64 MiB), which is more than all logits at once; 2,048 words at a time take less than half of those. TRL has no option for the tile.
 
 
 # %%
@@ -707,7 +716,7 @@ print(f"  one block            {before.one_block / 2**20:6,.0f} MiB")
 print(f"  one block, tiled     {after.one_block / 2**20:6,.0f} MiB")
 
 # %% [markdown]
-# The inputs are larger, and a tile does not touch them: hence the small gain. Once they are elsewhere, as in recipe 6, the one block is most of what grows. The MLP's forward now runs three times: in forward, when the block is computed again, and when its tile is. *Not when* no block is checkpointed yet.
+# The inputs are larger, and a tile does not touch them: hence the small gain. In a dry step all tiles between the second and the last count as one. Once they are elsewhere, as in recipe 6, the one block is most of what grows. The MLP's forward now runs three times: in forward, when the block is computed again, and when its tile is. *Not when* no block is checkpointed yet.
 #
 # **The line you will write tomorrow**: Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`. Neither is installed here, and transformers has none, so the row is ours.
 #
@@ -810,7 +819,7 @@ for row in ("+ nested checkpoints", "offloaded, no tiles", "+ tiled MLP"):
     print(f"to the guess: {more:.1f}× as long as {row!r}")
 
 # %% [markdown]
-# *+ offloaded inputs* replaces *+ nested checkpoints* and stands on *+ tiled MLP*: it is the other answer to the same question, without the additional forward. *Offloaded, no tiles* is how far the switches of libraries get together. At its peak, by the equation, backward is in the first block, and the gradients of all others are there.
+# *+ offloaded inputs* replaces *+ nested checkpoints* and stands on *+ tiled MLP*: it is the other answer to the same question, without the additional forward. *Offloaded, no tiles* is how far the switches of transformers and TRL get together. At the peak of both rows, by the equation, backward is in the first block, and the gradients of all others are there.
 #
 # **The line you will write tomorrow**: `model.activation_checkpointing_enable(offload=True)`, since [transformers 5.17](https://github.com/huggingface/transformers/pull/48444). It needs a GPU, and the computation waits for each copy. Ours can copy beside it (`in_flight=1`), and can go to disk. These rows wait, which takes the least memory.
 #
@@ -856,7 +865,7 @@ predicted = where_it_ends(*ends, sizes.limit)
 climb("the five lines", five_lines, predicted, also=(sizes.long,))
 
 # %% [markdown]
-# Its gradients differ by the rounding of bf16. None of the longest steps was computed. The step of the first pages was, with all its tiles and on real text:
+# Its gradients differ by 4e-02. We take this for the rounding of bf16; no row shows a plain step in bf16. None of the longest steps was computed. The step of the first pages was, with all its tiles and on real text:
 
 # %%
 if not on_gpu:  # there the search has taken real steps
@@ -899,7 +908,7 @@ away_bytes = (blocks_here - 1) * longest * width_in_bytes
 print(f"{away_bytes / GIB:.1f} GiB of block inputs wait elsewhere meanwhile")
 
 # %% [markdown]
-# *Not when* you clip by the norm of all gradients, accumulate, or scale the loss for fp16: a gradient that is used at once allows none of these. The five lines do.
+# Its text is 1.2 times as long as that of the five lines, and the price is high: by the lines of *Time is the next limit*, a token takes 16 to 20 times as long as in a plain step of 512 tokens, or more. *Not when* you clip by the norm of all gradients, accumulate, or scale the loss for fp16: a gradient that is used at once allows none of these. The five lines allow them.
 #
 # ## What it costs
 #
@@ -935,13 +944,13 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# *Time* is that of the blocks against SDPA in fp32, with the range of single rounds in brackets: what overlaps has no order. *The five lines* multiply in bf16, and their row is the only one that does. One more forward adds a third of the operations, and nested checkpoints add nearly two of them. At this length what goes to disk is probably still in the system's page cache, so the price of a slow disk is not in it.
+# *Time* is that of the blocks against SDPA in fp32, with the range of single rounds in brackets: what overlaps has no order. Only *the five lines* multiply in bf16. Against a plain step in bf16 they take 1.3 times as long at 2,048 tokens (3.9 and 3.1 ms per token, below). *Off by* tests the equation in all rows but theirs: there it says how straight the lines through dry steps are. One more forward adds a third of the operations. Nested checkpoints add nearly two more forwards. At this length what goes to disk is probably still in the system's page cache, so the price of a slow disk is not in it.
 
 # %%
 ladder.chart()
 
 # %% [markdown]
-# Both steps below fill the same memory, one with the longest text of the first row and one with that of the last.
+# Both steps below fill the same memory, one with the longest text of the first row and one with that of the last. *Other* are results on the way from one operator to the next. From left to right are the bytes that have come and gone.
 
 # %%
 from recipes_lib.core.measure.timeline import record_timeline
@@ -974,7 +983,7 @@ timeline_chart(
 )
 
 # %% [markdown]
-# Above, activations pile up in forward, layer upon layer. Below, each tooth is one block: in forward it leaves nothing behind, in backward it is computed again. *Other* are results on the way from one operator to the next. From left to right are the bytes that have come and gone.
+# Above, activations pile up in forward, layer upon layer. Below, each tooth is one block: in forward it leaves nothing behind, in backward it is computed again.
 #
 # ## Time is the next limit
 #
@@ -1025,7 +1034,9 @@ for (which, tokens), step in real.items():
     print(f"{1e3 * step['seconds'] / tokens:.1f} ms per token, in the real step")
 
 # %% [markdown]
-# Nearly: both ends lie above the line and the middle lies below it, so longer texts take more time than it says. A line through the last two lengths alone gives a quarter more at the longest text. Neither has disk or optimizer in it. The real step of 16,384 tokens has both, and takes more than three times as long per token as the plain one of 2,048. Time stops you before memory does.
+# The real steps of the five lines say it with disk and optimizer in them: a token of 16,384 takes 10.4 ms, more than three times that of the plain step of 2,048 (3.1 ms).
+#
+# The line nearly holds: both ends lie above it and the middle below, so longer texts take more time than it says. A line through the last two lengths alone gives a quarter more at the longest text. So there a token takes 16 to 20 times as long as in the plain step of 512, and rather more. Neither line has disk or optimizer in it. Time stops you before memory does.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
@@ -1040,7 +1051,15 @@ for (which, tokens), step in real.items():
 # | *full* | 16 bits, all train | `from_pretrained(name, dtype=torch.bfloat16)`, and as the optimizer `apply_optimizer_in_backward(model, optimizer_class=partial(bf16_adamw, rounding="stochastic"), lr=2e-5)`, without clipping |
 # | *QLoRA* | 4 bits, small adapters train | `model = apply_qlora(model, compute_dtype=torch.bfloat16)` before them ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)) |
 #
-# A cell has three lengths. First *SDPA and checkpoints*, then the same *with a chunked loss*, which is as far as Liger, TRL's loss, or flash attention 2 and 3 beside them get: both by the equation. Last *the five lines*, on a line through two dry steps with the kernels of an A100. Their `in_flight` is 0, which waits for each input. *Host* is what it must hold: (blocks − 1) × width × 2 bytes a token, and twice that in fp32. A T4 has no bf16. Its column is for QLoRA in fp16; in its *full* rows the memory is right, and fp16 scales the loss, which a step in backward does not allow.
+# A cell has three lengths. First *SDPA and checkpoints*, then the same *with a chunked loss*, which is as far as Liger, TRL's loss, or flash attention 2 and 3 beside them get: both by the equation. Last *the five lines*, on a line through dry steps of 65,536 and 131,072 tokens with the kernels of an A100. Their `in_flight` is 0, which waits for each input.
+#
+# **Before you use a cell:**
+#
+# - It counts tensors and nothing else. Holes in an allocator and buffers of a library come on top. On a new card begin at half of a length.
+# - It is the limit of the card, and the host has one too: it holds (blocks − 1) × width × 2 bytes a token, and twice that in fp32. The last column says it for 100,000 tokens. For the longest text on the A100 it is 147 GB in 8B *QLoRA* and 167 GB in 3B *full*, and on the T4 12.6 GB in 1B *QLoRA*. Yours is the smaller of the two limits.
+# - These models know 131,072 positions. A longer text in a cell is about memory only: Llama 3 is scaled already, so recipe 8 refuses it, and 1,855K is 14 times what it knows.
+# - In *full*, the first two lengths keep all gradients and the last keeps none. Part of that arrow is the optimizer's step in backward.
+# - A T4 has no bf16. Its *QLoRA* multiplies in fp16. *Full* cannot be trained there: fp16 scales the loss, which a step in backward does not allow. Those cells are about memory only.
 
 # %%
 from IPython.display import Markdown
@@ -1178,11 +1197,11 @@ print(f"{shape} {method}, SDPA and checkpoints, {tokens:,} tokens: a dry step", 
 print(f"takes {used / GIB:.1f} GiB, the equation says {terms(tokens).peak / GIB:.1f}")
 
 # %% [markdown]
-# With SDPA and checkpoints alone the logits break first, because these models have a vocabulary of 128,256. QLoRA saves fixed bytes, and takes more for each token. So on a T4 the 1B model has the longer text with QLoRA, and on the larger cards in full. 40 % of the data sheet is what the training of Llama 3 reached. These models know 131,072 positions: what lies beyond needs recipe 8.
+# With SDPA and checkpoints alone the logits break first, because these models have a vocabulary of 128,256. QLoRA saves fixed bytes, and takes more for each token. So on the two larger cards the 1B model has the longer text in *full*. The times are a lower bound: they count every forward twice, and that of the MLP runs three times. 40 % of the data sheet is what the training of Llama 3 reached.
 #
-# **Beside what others have measured.** For Llama 3.1 8B, QLoRA of rank 32 on 80 GB, [Unsloth](https://unsloth.ai/blog/llama3-3) reports 28,000 tokens with Hugging Face and flash attention 2, and 342,000 with Unsloth, which offloads inputs and chunks its loss. Their cells here, for rank 16, are 40,000 and 578,000: 1.4 and 1.7 times as long. The table counts tensors and nothing else: holes in an allocator, buffers of a library and a second copy of the logits come on top, and what exactly they ran we do not know. So on a new card begin at half of a length in it.
+# **Beside what others have measured.** For Llama 3.1 8B, QLoRA of rank 32 on 80 GB, [Unsloth](https://unsloth.ai/blog/llama3-3) reports 28,000 tokens with Hugging Face and flash attention 2, and 342,000 with Unsloth, which offloads inputs and chunks its loss. Their cells here, for rank 16, are 40,000 and 578,000: 1.4 and 1.7 times as long. What exactly they ran we do not know; a second copy of the logits can be a part of the difference.
 #
-# **For your own model** ask the doctor. `--model` is an id of the hub, a folder or a shape. *Fits* says with what, and *costs* at what price; the last line is the step itself, on tensors without data:
+# **For your own model** ask the doctor. `--model` is an id of the hub, a folder or a shape. *Fits* says with what, and *costs* at what price; the last line is the step itself, on tensors without data. Its times are at the full rate of the data sheet. LoRA comes before QLoRA in its list, because its base is not rounded; here QLoRA fits without the offload. Its command for `finetune` lacks three of the recipes, and says which:
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1200,7 +1219,7 @@ print(diagnosis.check())
 #
 # Qwen3.5, Qwen3-Next, LFM2 and the Mamba hybrids have attention in some layers only. The others are recurrences, or gated short convolutions in LFM2: their time grows with S. Without the packages of their kernels, transformers computes a loop in fp32; `load_model` says so, and names the packages. Published for Qwen3.5-9B ([#48718](https://github.com/huggingface/transformers/issues/48718)): 1.22 s a step, and 0.70 s with `flash-linear-attention` installed. And their state runs past every mask: short texts that are *packed* into one row read each other, unless the kernel is told where each begins. `check_document_mask(model, batch)` of [sequence packing](../recipes_lib/training/sequence_packing.py) raises an error where they do.
 #
-# ## Part B: less time, another model
+# ## Part B: another model, for less time or longer texts
 #
 # ### 7. Sliding window and block-sparse attention
 #
@@ -1272,7 +1291,7 @@ for way, fewer in fewer_pairs.items():
     print(f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer scores")
 
 # %% [markdown]
-# To the guess: a window of a sixteenth leaves about an eighth of the pairs, because of two tokens one only reads the other. The *fewer scores* above are not eight times: they count whole blocks. The time is near to them, and the window is the faster of the two. The model was trained to read more. What does it cost to read less?
+# To the guess: a window of a sixteenth leaves about an eighth of the pairs, because of two tokens one only reads the other. The *fewer scores* above are not eight times: they count whole blocks. The window gets 5.4 of 6.6, block-sparse 4.5 of 7.4. The model was trained to read more. What does it cost to read less?
 
 # %%
 quarter = sizes.short // 4
@@ -1294,7 +1313,7 @@ for which, adapt in reads_less.items():
     print(f"{which:<18} loss {price[which]:.3f}")
 
 # %% [markdown]
-# Reading less makes the model worse at once, and four sinks repair most of it: a softmax must add up to one, so a head that needs no token sends its attention to the first ones (Xiao et al., 2023). *Block-sparse* is the slower and the worse of the two here: it is for texts in which a few places must be read by all. This is one text and a window of a quarter: look at the loss on your own texts first. *Not when* far tokens decide.
+# Reading less makes the model worse at once, and four sinks repair most of it in a window: a softmax must add up to one, so a head that needs no token sends its attention to the first ones (Xiao et al., 2023). With sinks the window is better (1.920) than block-sparse (1.984), and without them much worse (2.468). Block-sparse reads fewer pairs than either, and its first block, which all read, holds sinks too. No order follows from this. This is one text and a window of a quarter: look at the loss on your own texts first. *Not when* far tokens decide.
 #
 # **The line you will write tomorrow.** Models that were trained with a window (Mistral, Gemma 3) take it from `config.sliding_window`, and `attn_implementation="flex_attention"` makes a kernel of the rule on a GPU. Llama has no such field: there it is `apply_sliding_window(model, window=…, sinks=4)`.
 #
@@ -1317,7 +1336,7 @@ print("in place of 60 steps of 2,048 tokens, at equal compute:", bought)
 #
 # **Guess first.** Where does the loss begin to climb: at the trained length, or later?
 #
-# **The idea.** Turn the pairs more slowly. *linear*: all of them. *dynamic* (NTK): a larger base, the number whose powers are the frequencies. *yarn*: slow the pairs that made less than one full turn in the training, leave those alone that made more than 32, and slow those between by a part.
+# **The idea.** Turn the pairs more slowly. *linear*: all of them. *dynamic* (NTK): a larger base, the number whose powers are the frequencies. *yarn*: slow the pairs that made less than one full turn in the training, leave those alone that made more than 32, and slow those between by a part. The code is plain RoPE: scaling changes its `frequencies` and nothing else in it.
 
 # %%
 from recipes_lib.architecture.rope import rotate
@@ -1358,7 +1377,7 @@ print(
 figure
 
 # %% [markdown]
-# To the guess: later. *Linear* changes every angle, and costs much over most of the text. *Dynamic* lies on *yarn*. Both cost a little in the trained part, so *not when* your texts are no longer than that. YaRN's `factor` is your length over the trained one; only 2 is tried here. **The line you will write tomorrow** is `rope_parameters` in config.json, which transformers and vLLM read. `apply_rope_scaling(model, kind="yarn", factor=2)` writes it and checks it.
+# To the guess: later. *Linear* changes every angle, and costs much over most of the text. Training repairs it, published with up to 1,000 steps (Chen et al., 2023); nothing is trained here. *Dynamic*, which the picture leaves out, ends where *yarn* does (1.25 and 1.24). Both cost a little in the trained part, so *not when* your texts are no longer than that. YaRN's `factor` is your length over the trained one; only 2 is tried here. Llama 3.1 and 3.2 are scaled already (`rope_type` is `llama3`), and `apply_rope_scaling` refuses them. **The line you will write tomorrow** is `rope_parameters` in config.json, which transformers and vLLM read. `apply_rope_scaling(model, kind="yarn", factor=2)` writes it and checks it.
 #
 # **Not shown here**: a text that several GPUs share (ring attention and Ulysses, [notebook 02](../notebooks/02_multi_gpu_training.ipynb)), packing short texts ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)), and [a step of 262,144 tokens](../docs/long-card.md) on 24 GB, which is predicted and has not run.
 #
@@ -1398,7 +1417,7 @@ for recipes in ("plain", "chunked", "checkpointed", "chunked and checkpointed"):
 # - Bekman et al., *Arctic Long Sequence Training*, 2025: tiled MLP and loss, checkpoints on the host
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016
 # - Xiao et al., *Efficient Streaming Language Models with Attention Sinks*, 2023
-# - Su et al., *RoFormer*, 2021; Peng et al., *YaRN*, 2023
+# - Su et al., *RoFormer*, 2021; Peng et al., *YaRN*, 2023; Chen et al., *Positional Interpolation*, 2023
 
 # %%
 in_one_precision = [row for row in ladder.rows if row.name != "the five lines"]
