@@ -103,7 +103,7 @@ dtype = torch.bfloat16 if on_gpu and here.native_bf16 else torch.float32
 print(here)
 
 # %% [markdown]
-# All sizes stand in one cell. On a CPU all weights of the real SmolLM2-135M train in fp32, and all tensors together get 4 GiB. Nothing fails at the limit: we count bytes and compare. A GPU takes a larger model with random weights.
+# All sizes stand in one cell. On a CPU all weights of the real SmolLM2-135M train in fp32, and all tensors together get 4 GiB. Nothing fails at the limit: we count bytes. A GPU takes a larger model with random weights.
 
 # %%
 cpu = dict(
@@ -329,7 +329,7 @@ print(f"longest text: {longest_by(eager_terms):,} tokens")
 #
 # All rows but one compute in fp32.
 #
-# A step of the longest texts takes hours here, so on a CPU the search takes **dry steps**: the loop above on PyTorch's fake tensors, which have shapes and no data. Bytes are counted, and nothing is computed. The equation knows nothing of operators, and a dry step knows nothing of the equation, so where both agree no term is forgotten. The real step of 16,384 tokens checks both, below *Everything combined*.
+# A step of the longest texts takes hours here, so on a CPU the search takes **dry steps**: the loop above on PyTorch's fake tensors, which have shapes and no data. Bytes are counted, and nothing is computed. The equation and a dry step know nothing of each other, so where both agree no term is forgotten. The real step of 16,384 tokens checks the dry one, below *The five lines, and everything combined*.
 
 # %%
 from collections.abc import Callable
@@ -492,7 +492,7 @@ for row, slope in slopes.items():
 print(f"to the guess: {ladder['flash attention'].times_previous:.2f}× as long")
 
 # %% [markdown]
-# Without the scores memory grows with S. With them it grows faster, and not yet with S² at these lengths, because *b S* is still a large part. SDPA also has a smaller $b$, because eager attention copies keys and values for each head. Activations and logits stay, so the text is only that much longer: the saving is for what comes next. *Not when* you need the attention weights, or when scores are capped.
+# Without the scores memory grows with S. With them it grows faster, and not yet with S² at these lengths, because *b S* is still a large part. SDPA also has a smaller $b$, because eager attention copies keys and values for each head. Activations and logits stay, so the text is only that much longer. *Not when* you need the attention weights, or when scores are capped.
 #
 # ### 2. Chunked loss
 #
@@ -819,7 +819,7 @@ for row in ("+ nested checkpoints", "offloaded, no tiles", "+ tiled MLP"):
     print(f"to the guess: {more:.1f}× as long as {row!r}")
 
 # %% [markdown]
-# *+ offloaded inputs* replaces *+ nested checkpoints* and stands on *+ tiled MLP*: it is the other answer to the same question, without the additional forward. *Offloaded, no tiles* is how far the switches of transformers and TRL get together. At the peak of both rows, by the equation, backward is in the first block, and the gradients of all others are there.
+# *+ offloaded inputs* replaces *+ nested checkpoints* and stands on *+ tiled MLP*: it is the other answer to the same question, without the additional forward. *Offloaded, no tiles* is how far the switches of transformers and TRL get together. Both rows have their peak, by the equation, in the first block, where the gradients of all others are there.
 #
 # **The line you will write tomorrow**: `model.activation_checkpointing_enable(offload=True)`, since [transformers 5.17](https://github.com/huggingface/transformers/pull/48444). It needs a GPU, and the computation waits for each copy. Ours can copy beside it (`in_flight=1`), and can go to disk. These rows wait, which takes the least memory.
 #
@@ -865,7 +865,7 @@ predicted = where_it_ends(*ends, sizes.limit)
 climb("the five lines", five_lines, predicted, also=(sizes.long,))
 
 # %% [markdown]
-# Its gradients differ by 4e-02. We take this for the rounding of bf16; no row shows a plain step in bf16. None of the longest steps was computed. The step of the first pages was, with all its tiles and on real text:
+# Its gradients differ by 4e-02. We take this for the rounding of bf16; no row shows a plain step in bf16. None of the longest steps was computed. The step of the first pages was, on real text:
 
 # %%
 if not on_gpu:  # there the search has taken real steps
@@ -908,7 +908,7 @@ away_bytes = (blocks_here - 1) * longest * width_in_bytes
 print(f"{away_bytes / GIB:.1f} GiB of block inputs wait elsewhere meanwhile")
 
 # %% [markdown]
-# Its text is 1.2 times as long as that of the five lines, and the price is high: by the lines of *Time is the next limit*, a token takes 16 to 20 times as long as in a plain step of 512 tokens, or more. *Not when* you clip by the norm of all gradients, accumulate, or scale the loss for fp16: a gradient that is used at once allows none of these. The five lines allow them.
+# Its text is 1.2 times as long as that of the five lines. By the lines of *Time is the next limit*, a token of it takes 16 to 20 times as long as in a plain step of 512, or more. *Not when* you clip by the norm of all gradients, accumulate, or scale the loss for fp16: a gradient that is used at once allows none of these. The five lines allow them.
 #
 # ## What it costs
 #
@@ -944,13 +944,13 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# *Time* is that of the blocks against SDPA in fp32, with the range of single rounds in brackets: what overlaps has no order. Only *the five lines* multiply in bf16. Against a plain step in bf16 they take 1.3 times as long at 2,048 tokens (3.9 and 3.1 ms per token, below). *Off by* tests the equation in all rows but theirs: there it says how straight the lines through dry steps are. One more forward adds a third of the operations. Nested checkpoints add nearly two more forwards. At this length what goes to disk is probably still in the system's page cache, so the price of a slow disk is not in it.
+# *Time* is that of the blocks against SDPA in fp32, with the range of single rounds in brackets: what overlaps has no order. Only *the five lines* multiply in bf16: against a plain step in bf16 they take 1.3 times as long at 2,048 tokens. Their *off by* compares dry steps with dry steps, and all others test the equation. One more forward adds a third of the operations. Nested checkpoints add nearly two more forwards. At this length what goes to disk is probably still in the system's page cache, so the price of a slow disk is not in it.
 
 # %%
 ladder.chart()
 
 # %% [markdown]
-# Both steps below fill the same memory, one with the longest text of the first row and one with that of the last. *Other* are results on the way from one operator to the next. From left to right are the bytes that have come and gone.
+# Two steps that fill the same memory, with the longest text of the first row and of the last. *Other* are results on the way from one operator to the next. From left to right are the bytes that have come and gone.
 
 # %%
 from recipes_lib.core.measure.timeline import record_timeline
@@ -983,7 +983,7 @@ timeline_chart(
 )
 
 # %% [markdown]
-# Above, activations pile up in forward, layer upon layer. Below, each tooth is one block: in forward it leaves nothing behind, in backward it is computed again.
+# Above, activations pile up in forward. Below, each tooth is one block: in forward it leaves nothing behind, in backward it is computed again.
 #
 # ## Time is the next limit
 #
@@ -1036,7 +1036,7 @@ for (which, tokens), step in real.items():
 # %% [markdown]
 # The real steps of the five lines say it with disk and optimizer in them: a token of 16,384 takes 10.4 ms, more than three times that of the plain step of 2,048 (3.1 ms).
 #
-# The line nearly holds: both ends lie above it and the middle below, so longer texts take more time than it says. A line through the last two lengths alone gives a quarter more at the longest text. So there a token takes 16 to 20 times as long as in the plain step of 512, and rather more. Neither line has disk or optimizer in it. Time stops you before memory does.
+# The line nearly holds: both ends lie above it and the middle below, so longer texts take more time than it says. A line through the last two lengths alone gives a quarter more at the longest text. So a token takes 16 to 20 times as long as in the plain step of 512, or more. Disk and optimizer are not in it. Time stops you before memory does.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
@@ -1197,11 +1197,11 @@ print(f"{shape} {method}, SDPA and checkpoints, {tokens:,} tokens: a dry step", 
 print(f"takes {used / GIB:.1f} GiB, the equation says {terms(tokens).peak / GIB:.1f}")
 
 # %% [markdown]
-# With SDPA and checkpoints alone the logits break first, because these models have a vocabulary of 128,256. QLoRA saves fixed bytes, and takes more for each token. So on the two larger cards the 1B model has the longer text in *full*. The times are a lower bound: they count every forward twice, and that of the MLP runs three times. 40 % of the data sheet is what the training of Llama 3 reached.
+# With SDPA and checkpoints alone the logits break first, because these models have a vocabulary of 128,256. QLoRA saves fixed bytes, and takes more for each token. So on the two larger cards the 1B model has the longer text in *full*. The times of a step are a lower bound, because the MLP's third forward is not counted. 40 % of the data sheet is what the training of Llama 3 reached.
 #
-# **Beside what others have measured.** For Llama 3.1 8B, QLoRA of rank 32 on 80 GB, [Unsloth](https://unsloth.ai/blog/llama3-3) reports 28,000 tokens with Hugging Face and flash attention 2, and 342,000 with Unsloth, which offloads inputs and chunks its loss. Their cells here, for rank 16, are 40,000 and 578,000: 1.4 and 1.7 times as long. What exactly they ran we do not know; a second copy of the logits can be a part of the difference.
+# **Beside what others have measured.** For Llama 3.1 8B, QLoRA of rank 32 on 80 GB, [Unsloth](https://unsloth.ai/blog/llama3-3) reports 28,000 tokens with Hugging Face and flash attention 2, and 342,000 with Unsloth, which offloads inputs and chunks its loss. Their cells here, for rank 16, are 40,000 and 578,000: 1.4 and 1.7 times as long. What exactly they ran we do not know.
 #
-# **For your own model** ask the doctor. `--model` is an id of the hub, a folder or a shape. *Fits* says with what, and *costs* at what price; the last line is the step itself, on tensors without data. Its times are at the full rate of the data sheet. LoRA comes before QLoRA in its list, because its base is not rounded; here QLoRA fits without the offload. Its command for `finetune` lacks three of the recipes, and says which:
+# **For your own model** ask the doctor. `--model` is an id of the hub, a folder or a shape. *Fits* says with what, and *costs* at what price; the last line is the step itself, on tensors without data. Its times are at the full rate of the data sheet. It asks LoRA before QLoRA, whose base is rounded; here QLoRA fits without the offload. Its `finetune` command lacks three of the recipes, and says so:
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1313,7 +1313,7 @@ for which, adapt in reads_less.items():
     print(f"{which:<18} loss {price[which]:.3f}")
 
 # %% [markdown]
-# Reading less makes the model worse at once, and four sinks repair most of it in a window: a softmax must add up to one, so a head that needs no token sends its attention to the first ones (Xiao et al., 2023). With sinks the window is better (1.920) than block-sparse (1.984), and without them much worse (2.468). Block-sparse reads fewer pairs than either, and its first block, which all read, holds sinks too. No order follows from this. This is one text and a window of a quarter: look at the loss on your own texts first. *Not when* far tokens decide.
+# Reading less makes the model worse at once, and four sinks repair most of it in a window: a softmax must add up to one, so a head that needs no token sends its attention to the first ones (Xiao et al., 2023). With sinks the window is better (1.920) than block-sparse (1.984), and without them much worse (2.468). Block-sparse reads fewer pairs than either, so no order follows from this, on one text. Look at the loss on your own texts first. *Not when* far tokens decide.
 #
 # **The line you will write tomorrow.** Models that were trained with a window (Mistral, Gemma 3) take it from `config.sliding_window`, and `attn_implementation="flex_attention"` makes a kernel of the rule on a GPU. Llama has no such field: there it is `apply_sliding_window(model, window=…, sinks=4)`.
 #
