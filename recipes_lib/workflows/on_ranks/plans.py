@@ -32,7 +32,7 @@ from recipes_lib.parallel import (
     zero,
 )
 from recipes_lib.parallel._kept_bytes import Kept, kept_whole
-from recipes_lib.workflows.on_ranks.strategies import STRATEGIES, Options
+from recipes_lib.workflows.on_ranks.strategies import STRATEGIES
 
 PAIR = 2  # the ranks of a shard in HSDP, and of a cut in FSDP x TP
 OF_PAIRS = ("HSDP", "FSDP × TP")
@@ -45,7 +45,9 @@ class RankPlan(NamedTuple):
     sent: int
 
 
-def plan_of(strategy: str, model: Any, *, rows: int, tokens: int, ranks: int) -> RankPlan:
+def plan_of(
+    strategy: str, model: Any, *, rows: int, tokens: int, ranks: int, micro_batches: int = 4
+) -> RankPlan:
     """The plan of `model`, which is whole and on one rank, for a batch of `rows` x `tokens`.
 
     Raises ValueError for an unknown strategy, and for numbers that it cannot divide.
@@ -77,7 +79,7 @@ def plan_of(strategy: str, model: Any, *, rows: int, tokens: int, ranks: int) ->
     if strategy == "FSDP × TP":
         return _sharded_and_cut(model, **batch, shards=ranks // PAIR)
     if strategy.startswith("pipeline"):
-        return _in_stages(model, **batch, ranks=ranks)
+        return _in_stages(model, **batch, ranks=ranks, micro_batches=micro_batches)
     kind = "ulysses" if "Ulysses" in strategy else "ring"
     sent = context_parallel.predicted_sent_bytes(model, **batch, ranks=ranks, kind=kind)
     return RankPlan(kept_whole(model), sent)
@@ -93,9 +95,9 @@ def _sharded_and_cut(model: Any, *, rows: int, tokens: int, shards: int) -> Rank
     return RankPlan(Kept(*[size // shards for size in cut]), of_cut + of_shards)
 
 
-def _in_stages(model: Any, *, rows: int, tokens: int, ranks: int) -> RankPlan:
+def _in_stages(model: Any, *, rows: int, tokens: int, ranks: int, micro_batches: int) -> RankPlan:
     """The plan of the rank that keeps most."""
-    pipeline_parallel.checked_stages(model, "1f1b", ranks, Options().micro_batches, None)
+    pipeline_parallel.checked_stages(model, "1f1b", ranks, micro_batches, None)
     plans = []
     for rank in range(ranks):
         kept = pipeline_parallel.predicted_rank_bytes(model, ranks=ranks, rank=rank)
