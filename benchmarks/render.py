@@ -82,6 +82,11 @@ def signed(value: float, digits: int = 2) -> str:
     return f"{value:+.{digits}f}"
 
 
+def factor(nats: float) -> str:
+    """By how much a perplexity grows where the loss rises by so many nats: "1.35"."""
+    return f"{math.exp(nats):.2f}"
+
+
 def small(value: float) -> str:
     """ "6e-07" """
     return f"{value:.0e}"
@@ -227,6 +232,7 @@ FILTERS = (
     share,
     fixed,
     signed,
+    factor,
     small,
     times,
     faster,
