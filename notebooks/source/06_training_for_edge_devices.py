@@ -76,7 +76,6 @@ from torch.nn import functional as F
 
 from recipes_lib.core.measure.machine import (
     choose_sizes,
-    fast,
     machine,
     seed_everything,
 )
@@ -103,20 +102,27 @@ full = dict(
     student_epochs=10,
     few_epochs=12,  # with few images
     healing_epochs=4,  # after pruning channels
-    aware_epochs=2,  # quantization-aware training
+    bits=(8, 4, 3),  # of a weight, for quantization-aware training
+    aware_epochs=2,
+    exported=("zeros 0.8", "pruned"),  # beside teacher and student, in 32 bits
+    in_eight=("student", "teacher", "pruned"),  # exported in 8 bits
+    large=224,  # pixels of a side, to compare times
+    onnx=True,  # a second runtime
     model="smollm2",  # the language model
     layers=4,  # its first blocks, which are exported here
     ways=("32 bits", "4 bits, plain attention", "4 bits"),  # three files of it
+    gguf_tokenizer=True,  # in the GGUF file; transformers reads it for seconds
     text_windows=8,  # of 256 tokens, to measure perplexity
     new_tokens=48,  # that the language model writes for a measurement
     rounds=5,  # of timing
     memory=True,  # measured in a process of its own for each file
     budget_off=0.1,  # of a file, at most: what is expected of it by its weights
+    orders=True,  # the last cell checks which row is faster, smaller or better
 )
 # Continuous integration checks that the code works, not how good or fast it is.
 brief = full | dict(
-    train=130,
-    test=100,
+    train=70,
+    test=50,
     few=70,
     # A few blocks, which are soon exported, and wide: so their weights are most of a file.
     teacher=dict(width=1.5, depth=0.5, stages=1),
@@ -125,15 +131,22 @@ brief = full | dict(
     student_epochs=1,
     few_epochs=1,
     healing_epochs=1,
+    bits=(8, 3),
     aware_epochs=1,
+    exported=("pruned",),  # each export takes seconds
+    in_eight=("pruned",),
+    large=32,  # the files of the rows serve
+    onnx=False,
     model="tiny-smollm2",
     layers=1,
     ways=("32 bits",),  # the other two take a minute
+    gguf_tokenizer=False,
     text_windows=1,
-    new_tokens=12,
-    rounds=2,
+    new_tokens=8,
+    rounds=1,
     memory=False,  # each of these processes takes seconds
     budget_off=0.5,  # in such small files the graph is as large as the weights
+    orders=False,  # networks as small as these say nothing about it
 )
 sizes = choose_sizes(cpu=full, gpu16=full, gpu24=full, gpu80=full, fast=brief)
 sizes
@@ -554,7 +567,7 @@ print(f"  plain rounding    {(plain.grad != 0).float().mean():4.0%}")
 print(f"  straight through  {(weight.grad != 0).float().mean():4.0%}")
 
 # %%
-bits_of = {8: {}, 4: {}, 3: {}}
+bits_of = {bits: {} for bits in sizes.bits}
 print(f"the student in full precision: {accuracy(student, test):.1%}")
 images_to_calibrate = train.images[:250]
 for bits, found in bits_of.items():
@@ -679,75 +692,62 @@ print(f"  logits differ from PyTorch's by {difference:.0e}")
 from recipes_lib.edge.onnx_export import export_to_onnx, load_onnx, quantize_onnx
 from recipes_lib.edge.pt2e import quantize_pt2e
 
+networks = {
+    "student": student,
+    "teacher": teacher,
+    "zeros 0.8": with_zeros,
+    "pruned": pruned,
+}
 
-def export_beside(model, example, file_name):
+
+def export_beside(name, example):
     """An export on the second core, behind those of the language model."""
-    path = files / file_name
     return in_background(
-        export_to_executorch, path=path, model=model, example=(example,)
+        export_to_executorch,
+        path=files / f"{name}-{example.shape[-1]}.pte",
+        model=networks[name],
+        example=(example,),
     )
 
 
-zeros_export = export_beside(with_zeros, image, "zeros.pte")
-pruned_export = export_beside(pruned, image, "pruned.pte")
+small_exports = {name: export_beside(name, image) for name in sizes.exported}
 # For a question below. Random pixels: the networks have learned from small images, so
 # only the times matter.
-larger = torch.randn(1, 1, 224, 224)
-if fast():
-    # Each export takes seconds: the small files serve, which have the same layers.
-    larger = image
-    large_exports = {"student": zeros_export, "pruned": pruned_export}
-else:
-    large_exports = {
-        "student": export_beside(student, larger, "student-224.pte"),
-        "pruned": export_beside(pruned, larger, "pruned-224.pte"),
-    }
+large_image = torch.randn(1, 1, sizes.large, sizes.large)
+large_exports = {}
+if large_image.shape != image.shape:  # else the files of the rows serve
+    for name in ("student", "pruned"):
+        large_exports[name] = export_beside(name, large_image)
 
-
-def export_in_eight_bits(model, file_name):
-    """The weights and the numbers between the layers in 8 bits, and then a .pte."""
-    graph = quantize_pt2e(model, images_to_calibrate)
-    return export_to_executorch(graph, (image,), path=files / file_name)
-
-
-if not fast():
-    student_in_eight = export_in_eight_bits(student, "student-8.pte")
-    # The teacher in 8 bits: no student, and no training at all.
-    teacher_in_eight = export_in_eight_bits(teacher, "teacher-8.pte")
-# The whole chain: pruned, and then in 8 bits.
-chain_in_eight = export_in_eight_bits(pruned, "chain.pte")
+# The weights and the numbers between the layers in 8 bits, and then a .pte. The teacher
+# needs no student for it, and no training at all. The pruned student is the whole chain.
+files_in_eight = {}
+for name in sizes.in_eight:
+    graph = quantize_pt2e(networks[name], images_to_calibrate)
+    files_in_eight[name] = export_to_executorch(
+        graph, (image,), path=files / f"{name}-8.pte"
+    )
 
 # One link at a time, so that each row differs from the student in one thing only.
-alone = "student, ExecuTorch"
-zeros_file = zeros_export.result(timeout=900)
-four_each = 4 * weights_of(student)
-climb_in_executorch("zeros 0.8, ExecuTorch", zeros_file, four_each, alone)
-pruned_file = pruned_export.result(timeout=900)
-four_each = 4 * weights_of(pruned)
-climb_in_executorch("pruned, ExecuTorch", pruned_file, four_each, alone)
+small_files = {name: job.result(timeout=900) for name, job in small_exports.items()}
+for name, exported in small_files.items():
+    four_each = 4 * weights_of(networks[name])
+    climb_in_executorch(
+        f"{name}, ExecuTorch", exported, four_each, "student, ExecuTorch"
+    )
 # What the teacher and the chain gain is told from the teacher in 32 bits.
-whole = "teacher, ExecuTorch"
-if not fast():
-    one_each = weights_of(student)
+told_from = {"student": "student", "teacher": "teacher", "pruned": "teacher"}
+for name, exported in files_in_eight.items():
+    one_each = weights_of(networks[name])
     climb_in_executorch(
-        "student, 8 bits, ExecuTorch", student_in_eight, one_each, alone
+        f"{name}, 8 bits, ExecuTorch",
+        exported,
+        one_each,
+        f"{told_from[name]}, ExecuTorch",
     )
-    one_each = weights_of(teacher)
-    climb_in_executorch(
-        "teacher, 8 bits, ExecuTorch", teacher_in_eight, one_each, whole
-    )
-one_each = weights_of(pruned)
-chain = climb_in_executorch(
-    "pruned, 8 bits, ExecuTorch", chain_in_eight, one_each, whole
-)
+
 
 # %%
-onnx_file = export_to_onnx(student, (image,), path=files / "student.onnx")
-onnx_in_eight = quantize_onnx(
-    onnx_file.path, calibration=images_to_calibrate, to=files / "student-8.onnx"
-)
-
-
 def climb_in_onnx(name, exported, predicted_bytes, after):
     """A row of the ladder: an .onnx in ONNX Runtime, one link after another row."""
     session = load_onnx(exported.path)
@@ -762,12 +762,21 @@ def climb_in_onnx(name, exported, predicted_bytes, after):
     )
 
 
-four_each = 4 * weights_of(student)
-climb_in_onnx("student, ONNX Runtime", onnx_file, four_each, "student, ExecuTorch")
-one_each = weights_of(student)
-climb_in_onnx(
-    "student, 8 bits, ONNX Runtime", onnx_in_eight, one_each, "student, ONNX Runtime"
-)
+if sizes.onnx:
+    path = files / "student.onnx"
+    onnx_file = export_to_onnx(student, (image,), path=path)
+    onnx_in_eight = quantize_onnx(
+        path, calibration=images_to_calibrate, to=files / "student-8.onnx"
+    )
+    four_each = 4 * weights_of(student)
+    climb_in_onnx("student, ONNX Runtime", onnx_file, four_each, "student, ExecuTorch")
+    one_each = weights_of(student)
+    climb_in_onnx(
+        "student, 8 bits, ONNX Runtime",
+        onnx_in_eight,
+        one_each,
+        "student, ONNX Runtime",
+    )
 
 # %% [markdown]
 # ### The rows take turns on the clock
@@ -826,16 +835,17 @@ ladder.chart(
 # %%
 import time
 
-large_programs = {
-    name: load_pte(job.result().path) for name, job in large_exports.items()
-}
+large_files = {"student": student_file, "pruned": small_files["pruned"]}
+for name, job in large_exports.items():
+    large_files[name] = job.result()
+large_programs = {name: load_pte(file.path) for name, file in large_files.items()}
 order = list(large_programs)
 turns = {name: [] for name in order}
 for _ in range(sizes.rounds):
     for name in order:
         started = time.perf_counter()
         for _ in range(50):
-            large_programs[name](larger)
+            large_programs[name](large_image)
         turns[name].append(time.perf_counter() - started)
     order.reverse()  # in the next round the other one begins
 shares = [mine / other for mine, other in zip(turns["pruned"], turns["student"])]
@@ -843,10 +853,12 @@ shares = [mine / other for mine, other in zip(turns["pruned"], turns["student"])
 # The rows of the table are those of 32 x 32 pixels.
 small_share = ladder["pruned, ExecuTorch"].after_ratio
 # As in the table, the fastest turns of both.
-time_shares = {32: small_share, 224: min(turns["pruned"]) / min(turns["student"])}
+large_share = min(turns["pruned"]) / min(turns["student"])
+time_shares = {32: small_share, sizes.large: large_share}
 print(f"{share_of_work:.0%} of the work takes")
 print(f"  {small_share:.0%} of the time at 32 x 32 pixels")
-print(f"  {time_shares[224]:.0%} at 224 x 224 ({min(shares):.0%} to {max(shares):.0%})")
+noise = f"({min(shares):.0%} to {max(shares):.0%})"
+print(f"  {large_share:.0%} at {sizes.large} x {sizes.large} {noise}")
 
 # %% [markdown]
 # Compare both shares of the time with the share of the work. With the larger image each layer has more work, so starting a layer should count less, and the share of the time should come nearer to that of the work. Where the range of the large image contains the share of the small one, the run does not order the two.
@@ -883,8 +895,9 @@ print(f"  {time_shares[224]:.0%} at 224 x 224 ({min(shares):.0%} to {max(shares)
 from recipes_lib.edge.cpp_runner import build_runner, run_in_cpp
 
 runner = build_runner(files / "runner")
-in_cpp = run_in_cpp(runner, files / "chain.pte", image, calls=100)
-from_python = chain(image).flatten()
+chain_file = files_in_eight["pruned"]
+in_cpp = run_in_cpp(runner, chain_file.path, image, calls=100)
+from_python = load_pte(chain_file.path)(image).flatten()
 assert torch.allclose(in_cpp.output, from_python, atol=1e-4)
 print(
     f"a program of {runner.stat().st_size / 1e3:.0f} kB gives the same answer ", end=""
@@ -1171,10 +1184,11 @@ ladder
 # %%
 from recipes_lib.edge.gguf_export import export_to_gguf, load_gguf
 
+in_gguf = None
+if sizes.gguf_tokenizer:
+    in_gguf = tokenizer
 gguf_file = export_to_gguf(
-    few_blocks,
-    path=files / "few-blocks.gguf",
-    tokenizer=None if fast() else tokenizer,  # transformers reads it for seconds
+    few_blocks, path=files / "few-blocks.gguf", tokenizer=in_gguf
 )
 loaded = load_gguf(gguf_file.path)  # by transformers, which reads such files as well
 read_text = torch.tensor([text])
@@ -1225,9 +1239,8 @@ def line_through(less, more):
 
 
 speeds = {"fp32": line_through("pruned, ExecuTorch", "student, ExecuTorch")}
-if fast():  # there is one row in 8 bits, and no line through it
-    speeds["int8"] = speeds["fp32"]
-else:
+speeds["int8"] = speeds["fp32"]  # unless there are two rows in 8 bits
+if "student" in files_in_eight:
     speeds["int8"] = line_through(
         "pruned, 8 bits, ExecuTorch", "student, 8 bits, ExecuTorch"
     )
@@ -1238,9 +1251,7 @@ for name, speed in speeds.items():
 # What is in a file beside the weights: from one file of each format.
 graph = student_file.bytes - 4 * weights_of(student)
 plain = dict(graph=graph)
-eight_bits = dict(
-    bits=8, graph=chain_in_eight.bytes - weights_of(pruned), format="int8"
-)
+eight_bits = dict(bits=8, graph=chain_file.bytes - weights_of(pruned), format="int8")
 chains = [
     Chain((), **work_of(teacher), **plain),
     Chain(("8 bits",), **work_of(teacher), **eight_bits),
@@ -1257,9 +1268,9 @@ row_of = {
     "distil + prune": "pruned, ExecuTorch",
     "distil + prune + 8 bits": "pruned, 8 bits, ExecuTorch",
 }
-if fast():  # of those in 8 bits only the last has a row
-    measured = {row.name for row in ladder.rows}
-    chains = [chain for chain in chains if row_of[chain.name] in measured]
+# Those whose files are written above.
+measured = {row.name for row in ladder.rows}
+chains = [chain for chain in chains if row_of[chain.name] in measured]
 by_hand = []  # (name, megabytes, milliseconds), as plain_first_that_fits takes them
 budget_off = {}  # how far the file that is expected is from the one that was written
 for choice in predicted_choices(chains, speeds=speeds):
@@ -1404,7 +1415,7 @@ fp32 = ladder["student, ExecuTorch"]
 assert ladder["zeros 0.8"].file_bytes > 0.9 * ladder["student"].file_bytes, "zeros"
 off = max(abs(share) for share in budget_off.values())
 assert off < sizes.budget_off, "weights and graph are the file"
-if not fast():  # networks as small as those of FAST mode say nothing
+if sizes.orders:
     assert ladder["pruned, healed"].file_bytes < 0.6 * ladder["student"].file_bytes
     assert ladder["pruned, 8 bits, ExecuTorch"].file_bytes < fp32.file_bytes / 3
     assert fp32.seconds < ladder["student"].seconds, "no Python between the operators"
