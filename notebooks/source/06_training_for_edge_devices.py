@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/06_training_for_edge_devices.ipynb)
 #
 # <!-- numbers:headline-06 -->
-# > **1.37 → 0.43 MB and 0.17 → 0.037 ms:** a classifier of handwritten digits in ExecuTorch, the teacher and the student that is pruned and in 8 bits. The teacher reads 97.8% of the test images, and the student 97.5%. PyTorch takes 2.37 ms for the teacher on the same core. The arithmetic counts weights and scales, and files are up to 48% larger: the graph is the rest, which weighs most in the smallest file. An x86 core has run all of this, and no device.
+# > **1.37 → 0.43 MB and 0.23 → 0.038 ms:** a classifier of handwritten digits in ExecuTorch, the teacher and the student that is pruned and in 8 bits. The teacher reads 97.8% of the test images, and the student 97.5%. PyTorch takes 3.50 ms for the teacher on the same core. The arithmetic counts weights and scales, and files are up to 48% larger: the graph is the rest, which weighs most in the smallest file. An x86 core has run all of this, and no device.
 # >
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
@@ -318,7 +318,7 @@ for width in (0.35, 0.5, 1.0):
 #
 # The *width* multiplies the number of channels in every layer. Twice the width takes between three and four times the parameters and multiply-adds: compare 0.5 and 1.0. That is how a network is fitted to a device: by one number.
 #
-# **Why not more?** In ExecuTorch the time falls less than the multiply-adds, as the rows of recipe 5 show. In PyTorch it hardly falls. A depthwise filter does only nine products for each number that it reads, so memory is often slower than the arithmetic. And each layer is a call of its own, which takes time whatever it computes.
+# **Why not more?** From the teacher to the student of recipe 2 the time in ExecuTorch falls less than the multiply-adds, as the rows of recipe 5 show. In PyTorch it does not fall. A depthwise filter does only nine products for each number that it reads, so memory is often slower than the arithmetic. And each layer is a call of its own, which takes time whatever it computes.
 #
 # **How do I use it?** `MobileNetV2ForImageClassification.from_pretrained("google/mobilenet_v2_0.35_96")`, or timm's `mobilenetv4_conv_small`: both begin with weights that are trained already.
 #
@@ -394,7 +394,7 @@ climb_in_pytorch("student", student)
 #
 # Now compare the row of the student with that of its teacher. It has far fewer multiply-adds, but *more* weights, so its file is larger: in MobileNetV2 the last layers are wide, and they work on few pixels. The student is smaller in work, not in bytes. The bytes are the task of the next two recipes.
 #
-# And it takes about as long as its teacher. PyTorch starts some two hundred operators for one image, whatever they compute, and that is what takes the time. Recipe 5 counts them, and runs them without PyTorch.
+# And it takes no less time than its teacher. PyTorch starts some two hundred operators for one image, whatever they compute, and that is what takes the time. Recipe 5 counts them, and runs them without PyTorch.
 #
 # **How do I use it?** Any training loop can do it: it needs a second forward pass, that of the teacher. For language models `apply_distillation(student, teacher)` does it in chunks; TRL has `GKDTrainer`.
 #
@@ -678,7 +678,7 @@ assert difference < 1e-3
 print(f"  logits differ from PyTorch's by {difference:.0e}")
 
 # %% [markdown]
-# The student has three rows now: in PyTorch, on portable kernels, and with XNNPACK. It reads as many of the test images in all of them, and the times are far apart. PyTorch spends its time between the operators, the portable kernels spend it inside of them, and XNNPACK does neither. That is the answer to the guess: tens of times as fast as in PyTorch. And here the student is faster than its teacher, as its multiply-adds say.
+# The student has three rows now: in PyTorch, on portable kernels, and with XNNPACK. It reads as many of the test images in all of them, and the times are far apart. PyTorch spends its time between the operators, the portable kernels spend it inside of them, and XNNPACK does neither. That is the answer to the guess: 22 times as fast as in PyTorch. And here the student is faster than its teacher, by a quarter.
 #
 # (The list above has 205 operators. The left side of the figure has 153, because 52 of the list only make empty tensors. The right side has one less: there `permute_copy` and `addmm` have become one linear layer.)
 #
@@ -830,7 +830,7 @@ ladder.chart(
 )
 
 # %% [markdown]
-# **Why not more?** Pruning took half of the work, and the row *pruned, ExecuTorch* takes more than half of the student's time. The rest is the *overhead* of the equation: the pruned network has as many layers, and an image takes so little time that starting each layer counts. With larger images there is more work in each layer. Then the time should follow the work:
+# **Why not less?** Pruning took half of the work, and the row *pruned, ExecuTorch* takes a third of the student's time. The reason is probably the cache. The weights of the student take 2.4 MB and those of the pruned network 1.2, and this core has 2 MiB of fast memory of its own. At 32 x 32 pixels each weight serves few pixels, so reading the weights is much of the time. With larger images each weight serves many. Then the time should follow the work:
 
 # %%
 import time
@@ -861,11 +861,11 @@ noise = f"({min(shares):.0%} to {max(shares):.0%})"
 print(f"  {large_share:.0%} at {sizes.large} x {sizes.large} {noise}")
 
 # %% [markdown]
-# Compare both shares of the time with the share of the work. With the larger image each layer has more work, so starting a layer should count less, and the share of the time should come nearer to that of the work. Where the range of the large image contains the share of the small one, the run does not order the two.
+# It does: at 224 x 224 half of the work takes 62 % of the time. The rest is the *overhead* of the equation: the pruned network has as many layers.
 #
-# Zeros bring nothing here either: compare *zeros 0.8, ExecuTorch* with *student, ExecuTorch*.
+# Zeros bring nothing here either: the ranges of *zeros 0.8, ExecuTorch* and *student, ExecuTorch* overlap.
 #
-# What 8 bits do for the time depends on the kernels. In ExecuTorch the student in 8 bits is clearly faster. In ONNX Runtime it is not faster at this size. And it depends on the size of the image and of the network: the recorded run below has ONNX Runtime and a network of twice the width. Its first layer stays in fp32 where the column does not say otherwise, and *one scale per layer* means that all filters of a layer share it. On other processors the answer can be another one: measure on the device.
+# What 8 bits do for the time depends on the kernels. With 8 bits the student is 3.5 times as fast in ExecuTorch, and 1.5 times in ONNX Runtime. And it depends on the size of the image and of the network: the recorded run below has ONNX Runtime and a network of twice the width. Its first layer stays in fp32 where the column does not say otherwise, and *one scale per layer* means that all filters of a layer share it. On other processors the answer can be another one: measure on the device.
 #
 # <!-- numbers:int8-06 -->
 # | image | fp32, ms | 8 bits, ms | ratio | first layer in 8 bits as well | one scale per layer |
@@ -1150,9 +1150,9 @@ ladder
 #
 # The file in 32 bits writes the same tokens as `generate`, one by one: so weights, positions and cache are right. It is larger, because embedding and output layer share one table in PyTorch and have one each in the file. And it is faster by what `generate` does between the layers.
 #
-# Now the guess, from the column *times as fast*. From `generate` to *32 bits* is the gain of leaving Python, and this file has the two operators already. From *32 bits* to *4 bits* is the gain of the four bits: the largest of the three. From *4 bits, plain attention* to *4 bits* is the gain of the two operators. It is about as large as that of leaving Python, and two runs can rank these two differently. Without them a good part of the four bits' gain is lost.
+# Now the guess, from the column *times as fast*. From `generate` to *32 bits* is the gain of leaving Python, and this file has the two operators already. It is 1.1 times here. From *32 bits* to *4 bits* is the gain of the four bits: 8 times, the largest of the three. From *4 bits, plain attention* to *4 bits* is the gain of the two operators: 2.6 times. Without them a good part of the four bits' gain is lost.
 #
-# The four bits have their price. With them the likeliest token is no longer the same everywhere: the column *same as first* says how often it still is, for both files alike, because their weights are the same. Below, the perplexity of the whole model says what that means.
+# The four bits have their price. With them the likeliest token is no longer the same everywhere: the column *same as first* says how often it still is. Both files have the same weights, and differ by two per cent of the places. Below, the perplexity of the whole model says what that means.
 #
 # **All 30 blocks**, in a recorded run. It has the first six blocks alone as well. A range shows the noise within one run: two runs can differ by more, so compare it with the table above.
 #
@@ -1299,9 +1299,9 @@ for megabytes, milliseconds in devices:
     print(f"{megabytes:>4} MB and {milliseconds:7.3f} ms: {name}")
 
 # %% [markdown]
-# That answers the guess: within 1.3 MB the teacher fits as it is, in 8 bits, and nothing has to be trained. A device with less room needs the whole chain. So does a device with little time need a student: 8 bits alone do not take enough multiply-adds away.
+# That answers the guess: within 1.3 MB the teacher fits as it is, in 8 bits, and nothing has to be trained. A device with less room needs the whole chain. A device with little time gets the teacher in 8 bits as well.
 #
-# The times of the last four chains agree by construction: overhead and speed come from these rows. The two times of the teacher are predictions, from the lines of another architecture. In fp32 such a line holds here. In 8 bits it promises too little time: the blocks of EfficientNet have operators that MobileNet does not have. So draw the line through networks of one kind. The sizes of both files of the teacher, of *distil + prune* and of *distil + 8 bits* are predictions too. For a new device, two files of each format with random weights give the same numbers, before anything is trained.
+# The sizes of both files of the teacher, of *distil + prune* and of *distil + 8 bits* are predictions, and off by 6 % at most. The times are worse. In 8 bits those of the student's two chains agree by construction: overhead and speed come from these rows. For the teacher the line promises 0.10 ms in place of 0.16: the blocks of EfficientNet have operators that MobileNet does not have. In fp32 the line fails. It promises 0.69 ms for the teacher in place of 0.23, because one of its two rows fits into the cache and the other one does not. So draw a line through networks of one kind, on one side of the cache. For a new device, two files of each format with random weights give the same numbers, before anything is trained.
 #
 # **Why not more?** The arithmetic says nothing about quality, and nothing about the working memory: both have to be measured.
 #
