@@ -693,7 +693,7 @@ towers("step in backward")
 # **Guess first.** The averages are rounded after every step. The second one is multiplied by 0.999 in a step, and bf16 has two to three digits. What happens to an average that should fall?
 
 # %%
-from recipes_lib.precision._adam import random_bits, stochastic_round
+from recipes_lib.precision._adamw_in_bf16 import random_bits, stochastic_round
 
 nearest = torch.ones(10_000, dtype=torch.bfloat16)
 stochastic = torch.ones(10_000, dtype=torch.bfloat16)

@@ -77,7 +77,7 @@ def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
     config = causal.config.get_text_config()
     heads = config.num_key_value_heads
     check_choice([number for number in range(1, heads) if heads % number == 0], kv_heads=kv_heads)
-    attentions = _attentions(causal)
+    attentions = _grouped_attentions(causal)
     for name, attention in attentions.items():
         _check_heads(name, attention, heads)
     for attention in attentions.values():
@@ -117,7 +117,8 @@ def cache_bytes(cache: Any) -> int:
 # --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def _attentions(causal: Any) -> dict[str, nn.Module]:
+def _grouped_attentions(causal: Any) -> dict[str, nn.Module]:
+    """The attention layers of the blocks, whose heads of keys can be pooled, by name."""
     inside = {id(module) for module in decoder_blocks(causal).modules()}
     found = {}
     for name, module in causal.named_modules():
@@ -172,11 +173,12 @@ def predicted_cache_bytes(
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None:
         head_dim = config.hidden_size // config.num_attention_heads
-    kept = sum(_kept_tokens(config, tokens))
+    kept = sum(_tokens_with_keys(config, tokens))
     return 2 * batch * kv_heads * kept * head_dim * causal.dtype.itemsize
 
 
-def _kept_tokens(config: Any, tokens: int) -> list[int]:
+def _tokens_with_keys(config: Any, tokens: int) -> list[int]:
+    """Of how many tokens each layer keeps the keys and values of its G heads."""
     window = getattr(config, "sliding_window", None)
     if window is None:
         return [tokens] * config.num_hidden_layers

@@ -150,12 +150,14 @@ class Work(NamedTuple):
 
 def predicted_parameters(model: Any) -> int:
     """Parameters of a MobileNetV2 classifier as its configuration describes it, before pruning."""
-    return sum(layer.parameters for layer in _layers(model.config, image_size=32))
+    return sum(layer.parameters for layer in _mobile_net_work(model.config, image_size=32))
 
 
 def predicted_multiply_adds(model: Any, *, image_size: int) -> int:
     """Multiply-adds of convolutions and the linear layer for one image of `image_size` pixels."""
-    return sum(layer.multiply_adds for layer in _layers(model.config, image_size=image_size))
+    return sum(
+        layer.multiply_adds for layer in _mobile_net_work(model.config, image_size=image_size)
+    )
 
 
 def _convolution(inputs: int, outputs: int, *, kernel: int = 1, side: int, groups: int = 1) -> Work:
@@ -164,7 +166,8 @@ def _convolution(inputs: int, outputs: int, *, kernel: int = 1, side: int, group
     return Work(weights + 2 * outputs, weights * side**2)
 
 
-def _layers(config: Any, *, image_size: int) -> Iterator[Work]:
+def _mobile_net_work(config: Any, *, image_size: int) -> Iterator[Work]:
+    """The work of each layer of a MobileNetV2, from the image to the classes."""
     side = _halved(image_size)
     first = _scaled(config, FIRST)
     yield _convolution(config.num_channels, first, kernel=3, side=side)
@@ -172,7 +175,7 @@ def _layers(config: Any, *, image_size: int) -> Iterator[Work]:
         yield _convolution(first, first, side=side)
     yield _convolution(first, first, kernel=3, side=side, groups=first)
     yield _convolution(first, _scaled(config, CHANNELS[0]), side=side)
-    for inputs, outputs, stride in _blocks(config):
+    for inputs, outputs, stride in _blocks_of_mobile_net(config):
         wide = rounded_channels(
             round(inputs * config.expand_ratio),
             divisor=config.depth_divisible_by,
@@ -190,7 +193,7 @@ def _layers(config: Any, *, image_size: int) -> Iterator[Work]:
     yield Work((last + 1) * config.num_labels, last * config.num_labels)  # with a bias
 
 
-def _blocks(config: Any) -> Iterator[tuple[int, int, int]]:
+def _blocks_of_mobile_net(config: Any) -> Iterator[tuple[int, int, int]]:
     for index, stride in enumerate(STRIDES[: _block_count(config)]):
         yield _scaled(config, CHANNELS[index]), _scaled(config, CHANNELS[index + 1]), stride
 

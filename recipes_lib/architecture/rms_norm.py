@@ -114,7 +114,7 @@ def rms_norms_and_centred_writers(model: Any) -> Any:
     embedding = causal.get_input_embeddings()
     tied = causal.get_output_embeddings().weight is embedding.weight
     for writer in _writers(causal):
-        _centre(writer)
+        _centre_writer(writer)
     if tied:
         # The output layer keeps the table as it was. Under a configuration that says "tied",
         # transformers would tie them again.
@@ -191,7 +191,8 @@ def _writers(causal: Any) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def _centre(writer: nn.Module) -> None:
+def _centre_writer(writer: nn.Module) -> None:
+    """Let what a layer adds to the residual stream have a mean of zero."""
     # A Linear stores [out, in]. An embedding stores [V, D], and GPT-2's Conv1D [in, out].
     dim = 0 if isinstance(writer, nn.Linear) else 1
     for name, parameter in list(writer.named_parameters(recurse=False)):

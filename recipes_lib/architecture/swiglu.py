@@ -99,6 +99,7 @@ def matched_width(hidden: int, width: int, *, bias: bool = False) -> int:
 
 @torch.no_grad()
 def _swiglu_like(mlp: nn.Module) -> SwiGLU:
+    """A fresh SwiGLU for the place of an MLP, with as many weights and their spread."""
     first, last = _projections(mlp)
     hidden, middle = features(first)
     bias = first.bias is not None

@@ -23,13 +23,13 @@ BACKEND = "inductor"
 
 def compiled_block_mask(*args: Any, **options: Any) -> Any:
     """What `create_block_mask` makes, without a tensor [S, S] on the way."""
-    return _run_compiled(create_block_mask, *args, **options)
+    return _run_flex_compiled(create_block_mask, *args, **options)
 
 
 def compiled_flex_attention(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """What `flex_attention` computes, as one kernel."""
     _require_bf16(q)
-    return _run_compiled(flex_attention, q, *args, **options)
+    return _run_flex_compiled(flex_attention, q, *args, **options)
 
 
 def _require_bf16(q: torch.Tensor) -> None:
@@ -45,11 +45,11 @@ def _require_bf16(q: torch.Tensor) -> None:
 
 
 @functools.lru_cache
-def _compiled(function: Callable, backend: str) -> Callable:
+def _compiled_by(function: Callable, backend: str) -> Callable:
     return torch.compile(function, fullgraph=True, backend=backend)
 
 
-def _run_compiled(function: Callable, *args: Any, **options: Any) -> Any:
+def _run_flex_compiled(function: Callable, *args: Any, **options: Any) -> Any:
     limits = {"recompile_limit": LIMIT, "accumulated_recompile_limit": 2 * LIMIT}
     with torch._dynamo.config.patch(limits):
-        return _compiled(function, BACKEND)(*args, **options)
+        return _compiled_by(function, BACKEND)(*args, **options)

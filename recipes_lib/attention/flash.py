@@ -112,13 +112,13 @@ def apply_flash_attention(
         )
     if kernel == "auto":
         kernel = best_kernel(model, dtype=dtype).implementation
-    obstacle = _obstacle(model, kernel, dtype)
+    obstacle = _what_keeps_kernel(model, kernel, dtype)
     if obstacle:
         raise ValueError(f"{kernel} {obstacle}: kernel='auto' takes what can")
     # Ours are PyTorch's SDPA, in another order.
     for name in ("fused", "fused_cudnn"):
         AttentionInterface.register(name, fused_attention)
-        AttentionMaskInterface.register(name, _mask)
+        AttentionMaskInterface.register(name, _mask_for_flash)
     model.set_attn_implementation(kernel)
     return model
 
@@ -162,7 +162,7 @@ def fused_attention(
         )
 
 
-def _mask(
+def _mask_for_flash(
     *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **options: Any
 ) -> Any:
     """What transformers calls for a mask: none if padding only follows text, else [B, 1, S, S]."""
@@ -214,9 +214,9 @@ def best_kernel(model: Any, *, dtype: torch.dtype | None = None) -> Kernel:
     """The kernel that `apply_flash_attention` takes, and why."""
     passed_over = []
     for name in KERNELS:
-        obstacle = _obstacle(model, name, dtype)
+        obstacle = _what_keeps_kernel(model, name, dtype)
         if obstacle is None:
-            reasons = [_description(model, name, dtype), *passed_over]
+            reasons = [_kernel_in_words(model, name, dtype), *passed_over]
             return Kernel(name, "; ".join(reasons))
         passed_over.append(f"{name} {obstacle}")
     raise ValueError(
@@ -225,7 +225,7 @@ def best_kernel(model: Any, *, dtype: torch.dtype | None = None) -> Kernel:
     )
 
 
-def _obstacle(model: Any, kernel: str, dtype: torch.dtype | None) -> str | None:
+def _what_keeps_kernel(model: Any, kernel: str, dtype: torch.dtype | None) -> str | None:
     """What keeps `kernel` from computing this model here; None if nothing does."""
     able = KERNELS[kernel]
     config = model.config.get_text_config()
@@ -287,7 +287,7 @@ def _is_supported(model: Any, kernel: str) -> bool:
     return model._supports_attention_backend and (model._supports_sdpa or knows_cap)
 
 
-def _description(model: Any, kernel: str, dtype: torch.dtype | None) -> str:
+def _kernel_in_words(model: Any, kernel: str, dtype: torch.dtype | None) -> str:
     """A kernel in words. For "fused" it is the one among SDPA's that PyTorch will choose."""
     if kernel != "fused":
         return kernel.replace("_", " ")

@@ -94,8 +94,8 @@ def apply_head_groups(model: Any, *, groups: int | None = None) -> Any:
         groups: how many. It has to divide the number of KV heads. None takes one KV head a group.
     """
     require_causal_lm(model)
-    attentions = _attentions(model)
-    groups = _groups(model, groups)
+    attentions = _attentions_of_blocks(model)
+    groups = _number_of_groups(model, groups)
     for attention in attentions:
         mix_in(attention, InHeadGroups, head_groups=groups)
     return model
@@ -154,9 +154,11 @@ def of_one_group(attention: nn.Module, group: int, groups: int) -> nn.Module:
     own = vars(stand_in)  # a dictionary of its own; names in it come before those of modules
     for name in INPUTS:
         projection = getattr(attention, name)
-        own[name] = partial(_some_rows, projection, _share(projection.out_features, group, groups))
+        own[name] = partial(
+            _some_rows, projection, _share_of(projection.out_features, group, groups)
+        )
     projection = getattr(attention, OUTPUT)
-    columns = _share(projection.in_features, group, groups)
+    columns = _share_of(projection.in_features, group, groups)
     # The bias is added once, with the first group.
     own[OUTPUT] = partial(_some_columns, projection, columns, with_bias=group == 0)
     for name in COUNTS:
@@ -165,7 +167,7 @@ def of_one_group(attention: nn.Module, group: int, groups: int) -> nn.Module:
     return stand_in
 
 
-def _share(features: int, group: int, groups: int) -> slice:
+def _share_of(features: int, group: int, groups: int) -> slice:
     size = features // groups
     return slice(group * size, (group + 1) * size)
 
@@ -176,7 +178,7 @@ def _some_rows(projection: nn.Module, rows: slice, x: Tensor) -> Tensor:
     bias = base.bias
     if bias is not None:
         bias = bias[rows]
-    y = _product(base, x, weight_of(base)[rows], bias)
+    y = _product_of_rows(base, x, weight_of(base)[rows], bias)
     if base is projection:
         return y
     down, up, scaling = _adapter(projection)
@@ -189,14 +191,14 @@ def _some_columns(projection: nn.Module, columns: slice, x: Tensor, *, with_bias
     bias = None
     if with_bias:
         bias = base.bias
-    y = _product(base, x, weight_of(base)[:, columns], bias)
+    y = _product_of_rows(base, x, weight_of(base)[:, columns], bias)
     if base is projection:
         return y
     down, up, scaling = _adapter(projection)
     return y.add_(F.linear(_small(x, down[:, columns], scaling), up))
 
 
-def _product(base: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product_of_rows(base: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x times `weight` transposed, as the whole layer does it."""
     if not _in_four_bits(base):
         return F.linear(x, weight, bias)
@@ -214,6 +216,7 @@ def _small(x: Tensor, down: Tensor, scaling: float) -> Tensor:
 
 
 def _adapter(projection: Any) -> tuple[Tensor, Tensor, float]:
+    """The two matrices of a LoRA adapter, [r, in] and [out, r], and its scale."""
     (name,) = projection.active_adapters
     down = projection.lora_A[name].weight  # [r, in]
     up = projection.lora_B[name].weight  # [out, r]
@@ -235,7 +238,7 @@ def _in_four_bits(base: nn.Module) -> bool:
 # --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def _attentions(model: Any) -> list[nn.Module]:
+def _attentions_of_blocks(model: Any) -> list[nn.Module]:
     """The attention layers of the blocks."""
     found = []
     for block in decoder_blocks(model):
@@ -254,7 +257,7 @@ def _attentions(model: Any) -> list[nn.Module]:
     return found
 
 
-def _groups(model: Any, groups: int | None) -> int:
+def _number_of_groups(model: Any, groups: int | None) -> int:
     """How many groups: as given, or one for each KV head."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -70,8 +70,8 @@ def apply_channel_pruning(model: Any, *, kept: Mapping[str, Tensor]) -> Any:
         part = inner[name]
         channels = torch.as_tensor(channels, device=part.reader.weight.device)
         for layer in part.makers:
-            _keep_outputs(layer, channels)
-        _keep_inputs(part.reader, channels)
+            _keep_output_channels(layer, channels)
+        _keep_input_channels(part.reader, channels)
     model.save_pretrained = _refuse_to_save
     return model
 
@@ -151,32 +151,32 @@ def inner_channels(model: Any) -> dict[str, Inner]:
 
 
 @torch.no_grad()
-def _keep_outputs(layer: Any, kept: Tensor) -> None:
+def _keep_output_channels(layer: Any, kept: Tensor) -> None:
     convolution = layer.convolution
     depthwise = convolution.groups > 1
-    convolution.weight = _part(convolution.weight, kept, dim=0)
+    convolution.weight = _part_of_weight(convolution.weight, kept, dim=0)
     convolution.out_channels = len(kept)
     if depthwise:  # each filter reads the channel that it makes
         convolution.in_channels = len(kept)
         convolution.groups = len(kept)
     norm = layer.normalization
-    norm.weight = _part(norm.weight, kept, dim=0)
-    norm.bias = _part(norm.bias, kept, dim=0)
+    norm.weight = _part_of_weight(norm.weight, kept, dim=0)
+    norm.bias = _part_of_weight(norm.bias, kept, dim=0)
     norm.running_mean = norm.running_mean[kept].clone()
     norm.running_var = norm.running_var[kept].clone()
     norm.num_features = len(kept)
 
 
 @torch.no_grad()
-def _keep_inputs(reader: nn.Module, kept: Tensor) -> None:
-    reader.weight = _part(reader.weight, kept, dim=1)
+def _keep_input_channels(reader: nn.Module, kept: Tensor) -> None:
+    reader.weight = _part_of_weight(reader.weight, kept, dim=1)
     if isinstance(reader, nn.Linear):
         reader.in_features = len(kept)
     else:
         reader.in_channels = len(kept)
 
 
-def _part(parameter: nn.Parameter, kept: Tensor, *, dim: int) -> nn.Parameter:
+def _part_of_weight(parameter: nn.Parameter, kept: Tensor, *, dim: int) -> nn.Parameter:
     part = parameter.detach().index_select(dim, kept).clone()
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 

@@ -68,7 +68,7 @@ def apply_pruning(model: Any, *, share: float, scope: str = "model") -> Any:
     """
     check_number(above=0, below=1, share=share)
     check_choice(SCOPES, scope=scope)
-    layers = _layers(model)
+    layers = _layers_to_prune(model)
     if scope == "layer":
         masks = {name: plain_mask(layer.weight.detach(), share) for name, layer in layers.items()}
     else:
@@ -113,7 +113,7 @@ def compressed_bytes(model: nn.Module) -> int:
     return len(zlib.compress(file.getvalue(), level=6))
 
 
-class _Mask(nn.Module):
+class _MaskOfWeight(nn.Module):
     """Multiplies a weight by its mask in every forward, and so its gradient in backward."""
 
     def __init__(self, mask: Tensor) -> None:
@@ -138,7 +138,7 @@ def _masks_of_model(layers: dict[str, nn.Module], share: float) -> dict[str, Ten
 
 def _with_masks(model: Any, layers: dict[str, nn.Module], masks: dict[str, Tensor]) -> Any:
     for name, layer in layers.items():
-        parametrize.register_parametrization(layer, "weight", _Mask(masks[name]))
+        parametrize.register_parametrization(layer, "weight", _MaskOfWeight(masks[name]))
     if hasattr(model, "save_pretrained") and "save_pretrained" not in vars(model):
         model.save_pretrained = _refuse_to_save
     return model
@@ -154,7 +154,8 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 # --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def _layers(model: Any) -> dict[str, nn.Module]:
+def _layers_to_prune(model: Any) -> dict[str, nn.Module]:
+    """The layers whose weights are masked, by name. Raises ValueError where it may not be."""
     if hasattr(model, "peft_config"):  # an adapter of zeros never learns
         raise ValueError("the model has adapters: prune it before, or after merge_and_unload()")
     refuse_quantized(model, way_out="prune the model before that")
@@ -181,6 +182,7 @@ def _require_all_matrices(model: nn.Module) -> None:
 
 
 def _shared_weights(model: nn.Module) -> set[str]:
+    """Names of modules whose weight belongs to another module, too."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")  # without computing one that is made of others
@@ -194,7 +196,7 @@ def _pruned_layers(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         if not parametrize.is_parametrized(module, "weight"):
             continue
-        if any(isinstance(each, _Mask) for each in module.parametrizations["weight"]):
+        if any(isinstance(each, _MaskOfWeight) for each in module.parametrizations["weight"]):
             pruned.append(module)
     return pruned
 

@@ -89,7 +89,7 @@ def make_student(teacher: Any, *, blocks: Sequence[int]) -> Any:
     _require_no_shared_keys(teacher)
     try:
         student = _empty_model(teacher, _smaller_config(teacher, blocks))
-        student.load_state_dict(_tensors(teacher, blocks))
+        student.load_state_dict(_tensors_of_blocks(teacher, blocks))
         student.tie_weights()
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -157,6 +157,7 @@ def _require_no_shared_keys(teacher: Any) -> None:
 
 
 def _smaller_config(teacher: Any, blocks: Sequence[int]) -> Any:
+    """The teacher's configuration, with these blocks alone."""
     whole = copy.deepcopy(teacher.config)
     config = whole.get_text_config()
     config.num_hidden_layers = len(blocks)
@@ -179,7 +180,8 @@ def _empty_model(teacher: Any, config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=teacher.dtype)
 
 
-def _tensors(teacher: Any, blocks: Sequence[int]) -> dict[str, Tensor]:
+def _tensors_of_blocks(teacher: Any, blocks: Sequence[int]) -> dict[str, Tensor]:
+    """The teacher's tensors, under the names that they have in the student."""
     names = {module: name for name, module in teacher.named_modules()}
     prefix = f"{names[decoder_blocks(teacher)]}."  # "model.layers."
     found = {}
@@ -197,8 +199,8 @@ def _require_same_settings(student: Any, teacher: Any, blocks: Sequence[int]) ->
     """Raise ValueError if a block of the student would compute otherwise than its original."""
     of_teacher = decoder_blocks(teacher)
     for number, (old, block) in enumerate(zip(blocks, decoder_blocks(student), strict=True)):
-        ours = _settings(block)
-        theirs = _settings(of_teacher[old])
+        ours = _settings_of_block(block)
+        theirs = _settings_of_block(of_teacher[old])
         # What only the original has is a mark of a technique, and none of the model's settings.
         different = [name for name in theirs if name in ours and ours[name] != theirs[name]]
         if different:
@@ -209,7 +211,7 @@ def _require_same_settings(student: Any, teacher: Any, blocks: Sequence[int]) ->
             )
 
 
-def _settings(block: nn.Module) -> dict[str, Any]:
+def _settings_of_block(block: nn.Module) -> dict[str, Any]:
     """The plain attributes of all modules in a block, but those of its place."""
     found = {}
     for name, module in block.named_modules():

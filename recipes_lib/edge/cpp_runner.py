@@ -72,8 +72,8 @@ def build_runner(folder: Path | str) -> Path:
     cmake = find_cmake()
     package = Path(next(iter(executorch.__path__)))
     configure = [cmake, "-S", SOURCES, "-B", folder, "-DCMAKE_BUILD_TYPE=Release"]
-    _run([*configure, f"-DCMAKE_PREFIX_PATH={package}"])
-    _run([cmake, "--build", folder])
+    _run_program([*configure, f"-DCMAKE_PREFIX_PATH={package}"])
+    _run_program([cmake, "--build", folder])
     return Path(folder) / "run_pte"
 
 
@@ -85,7 +85,7 @@ def run_in_cpp(runner: Path | str, pte: Path | str, x: Tensor, *, calls: int = 2
         source = Path(folder) / "input.bin"
         target = Path(folder) / "output.bin"
         plain_write(x, source)
-        said = _run([runner, pte, source, target, calls])
+        said = _run_program([runner, pte, source, target, calls])
         output = plain_read(target)
     load, call, kibibytes = (float(word) for word in said.split())
     return CppRun(output, load / 1000, call / 1000, int(kibibytes) * 1024)
@@ -100,7 +100,7 @@ def find_cmake() -> str:
     cmake = shutil.which("cmake", path=os.pathsep.join([beside, os.environ["PATH"]]))
     said = "no cmake"
     if cmake is not None:
-        said = _run([cmake, "--version"])
+        said = _run_program([cmake, "--version"])
     found = re.search(r"version (\d+)\.(\d+)", said)
     if found is None or tuple(map(int, found.groups())) < OLDEST_CMAKE:
         raise ValueError(
@@ -110,7 +110,7 @@ def find_cmake() -> str:
     return cmake
 
 
-def _run(command: list[Any]) -> str:
+def _run_program(command: list[Any]) -> str:
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:

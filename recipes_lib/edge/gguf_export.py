@@ -91,12 +91,12 @@ def export_to_gguf(
     path = Path(path)
     check_choice(KINDS, kind=kind)
     gguf = require("gguf")
-    _check_model(model)
+    _require_what_gguf_can_say(model)
     names = _names_in_gguf(model)
     vocabulary = None
     if tokenizer is not None:
-        vocabulary = _vocabulary(model, tokenizer)
-        pre_tokenizer = _pre_tokenizer(model.config, pre_tokenizer)
+        vocabulary = _vocabulary_of(model, tokenizer)
+        pre_tokenizer = _pre_tokenizer_of(model.config, pre_tokenizer)
     start = time.perf_counter()
     with noise_to(), whole_or_none(path) as unfinished:
         writer = gguf.GGUFWriter(unfinished, model.config.model_type)
@@ -150,6 +150,7 @@ def _add_settings(writer: Any, config: Any, kind: str) -> None:
 
 
 def _add_tensors(writer: Any, model: Any, names: dict[str, str], kind: str) -> None:
+    """The weights by GGUF's names, matrices in the kind of the file, and vectors in fp32."""
     import gguf
 
     number_type = gguf.GGMLQuantizationType[kind.upper()]
@@ -167,6 +168,7 @@ def _add_tensors(writer: Any, model: Any, names: dict[str, str], kind: str) -> N
 
 
 def _names_in_gguf(model: Any) -> dict[str, str]:
+    """GGUF's name of each tensor of the model."""
     import gguf
 
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -187,7 +189,8 @@ def _names_in_gguf(model: Any) -> dict[str, str]:
 # --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def _check_model(model: Any) -> None:
+def _require_what_gguf_can_say(model: Any) -> None:
+    """Raise ValueError for what llama.cpp would compute in another way."""
     require_llama(model, families=FAMILIES, rope_types=("default",))
     refuse_quantized(model, way_out="export the model as it was before")
     config = model.config
@@ -200,7 +203,7 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _pre_tokenizer(config: Any, given: str | None) -> str:
+def _pre_tokenizer_of(config: Any, given: str | None) -> str:
     if given is not None:
         return given
     known = PRE_TOKENIZERS.get((config.model_type, config.vocab_size))
@@ -212,7 +215,8 @@ def _pre_tokenizer(config: Any, given: str | None) -> str:
     return known
 
 
-def _vocabulary(model: Any, tokenizer: Any) -> dict[str, Any]:
+def _vocabulary_of(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """The tokens of the tokenizer's BPE in the order of their ids, as JSON has them."""
     described = {}
     if hasattr(tokenizer, "backend_tokenizer"):
         described = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -248,6 +252,7 @@ def _token_type(number: int, tokens: dict[int, str], special: dict[int, bool]) -
 def _add_tokenizer(
     writer: Any, vocabulary: dict[str, Any], tokenizer: Any, pre_tokenizer: str
 ) -> None:
+    """Tokens, their types and the merges, for llama.cpp."""
     writer.add_tokenizer_model("gpt2")  # GGUF's name for merges of bytes
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(vocabulary["tokens"])

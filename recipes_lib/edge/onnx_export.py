@@ -93,7 +93,7 @@ def export_to_onnx(
             program = torch.onnx.export(
                 graph, dynamo=True, verbose=False, input_names=names, output_names=["output"]
             )
-        _save(_without_remarks(program.model_proto), path)
+        _save_onnx(_without_remarks(program.model_proto), path)
     seconds = time.perf_counter() - started
     return ExportedFile(path, path.stat().st_size, seconds)
 
@@ -135,7 +135,7 @@ def quantize_onnx(
         quantize_static(
             str(ready),
             str(result),
-            _Batches(session, calibration),
+            _CalibrationBatches(session, calibration),
             per_channel=per_channel,
             reduce_range=overflows_in_16_bits(),
             # Only this pair of types reaches VNNI: its instruction multiplies unsigned by signed.
@@ -144,13 +144,13 @@ def quantize_onnx(
             nodes_to_exclude=in_fp32,
         )
         model = onnx.load(str(result))
-        _check_layers(model, in_fp32=in_fp32)
-        _save(model, to)
+        _check_layers_are_whole_numbers(model, in_fp32=in_fp32)
+        _save_onnx(model, to)
     seconds = time.perf_counter() - started
     return ExportedFile(to, to.stat().st_size, seconds)
 
 
-class _Batches:
+class _CalibrationBatches:
     """The calibration set as ONNX Runtime asks for it, in batches that the file takes."""
 
     def __init__(self, session: OnnxModel, calibration: Tensor) -> None:
@@ -206,7 +206,7 @@ def load_onnx(path: Path | str) -> OnnxModel:
     with noise_to():
         require("onnxruntime")
         started = time.perf_counter()
-        session = _session(path)
+        session = _runtime_session(path)
         seconds = time.perf_counter() - started
     return OnnxModel(session, load_seconds=seconds)
 
@@ -224,12 +224,12 @@ def operators_that_run(path: Path | str) -> dict[str, int]:
         fused = Path(folder) / "fused.onnx"
         # One level below the highest, which arranges numbers for this processor.
         level = runtime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-        _session(path, optimized_model_filepath=str(fused), graph_optimization_level=level)
+        _runtime_session(path, optimized_model_filepath=str(fused), graph_optimization_level=level)
         graph = onnx.load(str(fused)).graph
     return dict(Counter(node.op_type for node in graph.node))
 
 
-def _session(path: Path | str, **settings: Any) -> Any:
+def _runtime_session(path: Path | str, **settings: Any) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -247,7 +247,7 @@ def overflows_in_16_bits() -> bool:
     return not torch.cpu._is_vnni_supported()
 
 
-def _check_layers(model: Any, *, in_fp32: list[str]) -> None:
+def _check_layers_are_whole_numbers(model: Any, *, in_fp32: list[str]) -> None:
     """Every layer reads its weight in whole numbers, but those that are named."""
     nodes = model.graph.node
     whole = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
@@ -270,6 +270,6 @@ def _without_remarks(model: Any) -> Any:
     return model
 
 
-def _save(model: Any, path: Path) -> None:
+def _save_onnx(model: Any, path: Path) -> None:
     with whole_or_none(path) as unfinished:
         unfinished.write_bytes(model.SerializeToString())

@@ -193,11 +193,11 @@ def merge_qlora(model: Any) -> Any:
         for layer in quantized_layers(model).values():
             layer.support_avx512bf16_for_cpu = False  # trap 1: never repack
         dtype = _rounds_as(model)
-        before = _logits(model)
+        before = _logits_of_few_tokens(model)
         merged = _on_a_plain_base(model).merge_and_unload(safe_merge=True)
         # Rounded otherwise, and nothing else: adapters that have been merged before, for example.
         # By their length: trained adapters in 16 bits move a single logit by more than the bound.
-        off = ((_logits(merged) - before).norm() / before.norm()).item()
+        off = ((_logits_of_few_tokens(merged) - before).norm() / before.norm()).item()
         if not off < Limits("grows").of("logits", dtype):  # NaN is no small number either
             raise ValueError(f"the logits are off by {off:.1e}")
     return merged.requires_grad_(True)
@@ -220,7 +220,7 @@ def _on_a_plain_base(model: Any) -> Any:
     base = model.unload()
     for name, layer in quantized_layers(base).items():
         weight = dequantize(layer.weight.data, layer.weight.quant_state)
-        base.set_submodule(name, _plain_layer(layer, weight))
+        base.set_submodule(name, _dequantized_layer(layer, weight))
     if hasattr(base, "hf_quantizer"):
         base.hf_quantizer.remove_quantization_config(base)
     with without_peft_warnings():
@@ -233,9 +233,9 @@ def _on_a_plain_base(model: Any) -> Any:
     return plain
 
 
-def _logits(model: Any) -> torch.Tensor:
+def _logits_of_few_tokens(model: Any) -> torch.Tensor:
     """Of a few tokens. Not the loss, to which AdaLoRA adds a term of its own."""
-    return outcome(model, "rounds")["logits"].float()
+    return outcome(model, promise="rounds")["logits"].float()
 
 
 def _rounds_as(model: Any) -> torch.dtype:
@@ -245,7 +245,8 @@ def _rounds_as(model: Any) -> torch.dtype:
     return torch.bfloat16
 
 
-def _plain_layer(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Linear:
+def _dequantized_layer(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Linear:
+    """A plain layer with this weight, in the dtype that was quantized."""
     dtype = layer.weight.quant_state.dtype
     plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     plain.weight = torch.nn.Parameter(weight.to(dtype))

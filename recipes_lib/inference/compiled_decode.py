@@ -126,12 +126,13 @@ class CompiledDecoder(nn.Module):
             return logits
         rows = []
         for token in tokens.split(1, dim=1):
-            rows.append(self._one(token, cache))
+            rows.append(self._one_token(token, cache))
         if last_only:
             return rows[-1]
         return torch.cat(rows, dim=1)
 
-    def _one(self, token: Tensor, cache: StaticCache) -> Tensor:
+    def _one_token(self, token: Tensor, cache: StaticCache) -> Tensor:
+        """Replay the graph of one token: its logits [B, 1, V]."""
         # What the last replay has written is no longer needed, and this one may overwrite it.
         torch.compiler.cudagraph_mark_step_begin()
         # Tokens of the CPU, or with other strides, would each have a graph of their own.

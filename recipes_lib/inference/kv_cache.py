@@ -85,6 +85,7 @@ class Int8KeyValueCache(KeyValueCache):
     def _allocate(
         self, layers: int, shape: tuple[int, int, int, int], device: torch.device | str
     ) -> None:
+        """Codes of the keys and values of all layers, and a scale for each token and head."""
         one_per_token = (*shape[:-1], 1)
         codes = {"dtype": torch.int8, "device": device}
         self.keys = [torch.zeros(shape, **codes) for _ in range(layers)]
@@ -127,7 +128,7 @@ class PositionTime:
 def time_by_position(decoder: CausalDecoder, positions: Iterable[int]) -> list[PositionTime]:
     """Measure one step at each of these positions, with the cache and without it, in turns."""
     positions = list(positions)
-    steps = _steps(decoder, positions)
+    steps = _cached_and_plain_steps(decoder, positions)
     for step in steps.values():
         step()
     seconds = in_turns(steps, rounds=3)
@@ -139,7 +140,9 @@ def time_by_position(decoder: CausalDecoder, positions: Iterable[int]) -> list[P
     return table
 
 
-def _steps(decoder: CausalDecoder, positions: list[int]) -> dict[str, Callable[[], None]]:
+def _cached_and_plain_steps(
+    decoder: CausalDecoder, positions: list[int]
+) -> dict[str, Callable[[], None]]:
     longest = max(positions)
     draw = torch.Generator().manual_seed(0)
     text = torch.randint(decoder.vocabulary, (1, longest + 1), generator=draw)  # [1, S]

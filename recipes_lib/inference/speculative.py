@@ -161,7 +161,7 @@ def prompt_lookup_generate(
         return looked_up(text, ngram=3, shortest=1, most=most)
 
     options = {"new_tokens": new_tokens, "draft_tokens": draft_tokens, "stop": stop}
-    return _generate(decoder, prompt, copies, **options)
+    return _generate_with_drafts(decoder, prompt, copies, **options)
 
 
 def speculative_generate(
@@ -183,10 +183,10 @@ def speculative_generate(
     room = token_row(prompt, vocabulary=decoder.vocabulary).shape[1] + new_tokens
     drafts = DecoderDrafts(draft_decoder, max_tokens=room)
     options = {"new_tokens": new_tokens, "draft_tokens": draft_tokens, "stop": stop}
-    return _generate(decoder, prompt, drafts, **options)
+    return _generate_with_drafts(decoder, prompt, drafts, **options)
 
 
-def _generate(
+def _generate_with_drafts(
     decoder: CausalDecoder,
     prompt: Sequence[int] | Tensor,
     drafter: Drafter,
@@ -195,6 +195,7 @@ def _generate(
     draft_tokens: int,
     stop: Collection[int],
 ) -> Speculation:
+    """Draft, check, keep: until the answer has its tokens, or ends."""
     require_decoder(decoder)
     _refuse_one_scale(decoder)
     stop = stop_ids(stop)

@@ -114,6 +114,7 @@ def _offloading(
     min_bytes: int,
     in_flight: int,
 ) -> Iterator[Offloader]:
+    """The hooks on the saved tensors, between the first block and the last."""
     blocks = decoder_blocks(model)
     store = open_store()  # not before: it opens a file, and somebody has to close that
     offloader = Offloader(model, store, min_bytes, in_flight)
@@ -201,6 +202,7 @@ class Offloader:
         return Away(saved, layout_of(tensor))
 
     def unpack(self, packed: Here | Away | Cast) -> torch.Tensor:
+        """Backward: the tensor that the graph has kept, which may have to come back."""
         if isinstance(packed, Cast):
             _require_version(packed.weight, packed.version)
             copy = packed.weight.detach().to(packed.dtype)
@@ -268,6 +270,7 @@ def weight_that_was_cast(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _device_of_blocks(model: Any) -> torch.device:
+    """The one device of all blocks. Raises ValueError for fewer than two blocks."""
     blocks = decoder_blocks(model)
     devices = {parameter.device for parameter in model.parameters()}
     if len(blocks) < 2 or len(devices) > 1:

@@ -92,7 +92,7 @@ def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None
     check_choice(("host", "disk"), to=to)
     blocks = decoder_blocks(model)
     require_no_checkpoints(blocks)
-    places = [_frozen_weights(block) for block in blocks]
+    places = [_weights_to_stream(block) for block in blocks]
     if not all(places):
         raise ValueError(
             "the blocks have no frozen weights, and only those can wait elsewhere: "
@@ -117,6 +117,7 @@ class Streamed:
     streamed_weights: StreamedWeights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run with the weights, which come before and go afterwards."""
         if generates(self, args, kwargs):
             return self._with_weights(super().forward, *args, **kwargs)
         args, kwargs = without_caches(
@@ -157,6 +158,7 @@ class OnceMore:
         return self._forward(hidden, *self._others, **self._kwargs)
 
     def again(self, hidden: torch.Tensor) -> Any:
+        """The call once more, with a graph, random numbers and autocast as they were."""
         before = random_states()
         set_random_states(self._random_states)
         try:
@@ -178,6 +180,7 @@ class BlockOnceMore(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Run the block once more with its weights, and go back through that graph."""
         hidden, *trainable = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])
         outputs = ctx.run.again(hidden)
@@ -241,7 +244,8 @@ class Place:
         return parameter
 
 
-def _frozen_weights(block: nn.Module) -> list[Place]:
+def _weights_to_stream(block: nn.Module) -> list[Place]:
+    """The places of the frozen weights of a block, small ones aside."""
     places = []
     for module in block.modules():
         for name, parameter in module._parameters.items():

@@ -145,6 +145,7 @@ class Nested:
     argument_names: tuple[str, ...]  # of the block's forward, the hidden states first
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the last block of the group, which runs them all under one checkpoint."""
         group = self.checkpoint_group
         index = self.checkpointed_index
         if index == group.first:

@@ -169,6 +169,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:
+        """Update on the host what the last gradient has not updated, and send it up."""
         arrived = self._arrived()
         if not arrived:
             raise RuntimeError(
@@ -278,6 +279,7 @@ class Link:
 
 
 def _require_one_device(parameters: list[nn.Parameter], *, allow_cpu: bool) -> None:
+    """Raise ValueError unless all that trains is on one device, which is no host."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) != 1:
         raise ValueError(
@@ -301,6 +303,7 @@ def _require_free_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def _require_host_memory(needed: int) -> None:
+    """Raise ValueError if the host has no room for the masters and the states."""
     if pretends_a_card():  # in another machine, whose host is another one, too
         return
     free = free_host_bytes()

@@ -108,12 +108,12 @@ def measure_bus_bandwidth(kind: str, sizes: Sequence[int]) -> list[BusPoint]:
     agree(kind=kind, sizes=list(sizes))
     points = []
     for size in sizes:
-        call = _collective(kind, size // FP32_BYTES)
-        points.append(BusPoint(kind, size, world_size(), _fastest(call)))
+        call = _call_of_collective(kind, size // FP32_BYTES)
+        points.append(BusPoint(kind, size, world_size(), _fastest_call(call)))
     return points
 
 
-def _collective(kind: str, elements: int) -> Callable[[], object]:
+def _call_of_collective(kind: str, elements: int) -> Callable[[], object]:
     """A call of the collective, on tensors that are there already."""
     whole = torch.ones(elements, device=group_device())
     other = torch.ones_like(whole)
@@ -134,7 +134,7 @@ def _send_to_the_next(given: torch.Tensor, arrived: torch.Tensor) -> None:
         work.wait()
 
 
-def _fastest(call: Callable[[], object]) -> float:
+def _fastest_call(call: Callable[[], object]) -> float:
     """Seconds of a call, in the fastest of several rounds."""
     _seconds_of(call, times=1)  # the first call sets up the links
     # All ranks know the same seconds, those of the slowest. So all of them make as many calls.
@@ -191,8 +191,8 @@ def fit_link(points: Sequence[BusPoint]) -> Link:
 
     The line goes through these two points.
     """
-    smallest = min(points, key=_size)
-    largest = max(points, key=_size)
+    smallest = min(points, key=_size_of_message)
+    largest = max(points, key=_size_of_message)
     if largest.seconds <= smallest.seconds:
         raise ValueError(
             "the time does not grow with the bytes: give sizes that differ more, and measure on a "
@@ -207,5 +207,5 @@ def fit_link(points: Sequence[BusPoint]) -> Link:
     return Link(kind, ranks, latency, bytes_per_second)
 
 
-def _size(point: BusPoint) -> int:
+def _size_of_message(point: BusPoint) -> int:
     return point.size

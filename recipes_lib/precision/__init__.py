@@ -10,7 +10,7 @@ quantization_aware   train with the rounding that the file of an edge device wil
 sixteen_bit_adam     AdamW with bf16 states on fp32 weights
 sixteen_bit_weights  bf16 or fp16 weights for inference, on the path that is fast for one token
 
-_adam                an AdamW in chunks: stochastic rounding, and states that load as they were
+_adamw_in_bf16       an AdamW with numbers in bf16: chunks, stochastic rounding, exact resuming
 _converted_weights   products of many rows with weights stored in another dtype
 _packed_linear       layers of few bits: packed for a kernel here, in plain order in a file
 _four_bit_grid       weights on 16 levels, with a scale and an offset for each group of a row

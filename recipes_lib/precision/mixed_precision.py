@@ -112,7 +112,7 @@ class MixedPrecision:
 
         Returns whether the optimizer stepped: False when an fp16 gradient was infinite or NaN.
         """
-        parameters = _trainable(optimizer)
+        parameters = _trainable_masters(optimizer)
         scales = self.scaler.is_enabled()
         if (scales or max_grad_norm is not None) and marked(optimizer, TAKES_GRADIENTS_IN_BACKWARD):
             raise ValueError(
@@ -159,7 +159,8 @@ class MixedPrecision:
         return f"{NAMES[self.dtype]} autocast on {self.device}, fp32 weights, {scaling}"
 
 
-def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _trainable_masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What the optimizer trains. Raises ValueError for weights in 16 bits without masters."""
     parameters = []
     for group in optimizer.param_groups:
         parameters += [parameter for parameter in group["params"] if parameter.requires_grad]

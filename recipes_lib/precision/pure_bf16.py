@@ -40,7 +40,7 @@ import torch
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.trainable import parameters_to_train
-from recipes_lib.precision._adam import ChunkedAdamW, averages
+from recipes_lib.precision._adamw_in_bf16 import ChunkedAdamW, averages
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

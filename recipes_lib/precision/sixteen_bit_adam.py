@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from recipes_lib.core.model.trainable import parameters_to_train, require_whole_fp32
-from recipes_lib.precision._adam import ChunkedAdamW, averages, stochastic_round
+from recipes_lib.precision._adamw_in_bf16 import ChunkedAdamW, averages, stochastic_round
 
 # Up to this beta, a step changes an average by 10% of what is new in it. That is 25 times half a
 # spacing of bf16, and rounding to nearest loses little.

@@ -144,19 +144,19 @@ def find_longest(
         elif high > most:
             further = low * (1 + stride)
             if low > shorter > 0:
-                guess = _guess(shorter, low, peaks, limit_bytes)
+                guess = _guess_length(shorter, low, peaks, limit_bytes)
                 further = max(further, guess * (1 + stride / 2))
             # Rounding must not stop the walk: at least one token further.
             tokens = min(max(low + 1, math.floor(further)), most)
         else:
-            tokens = _between(low, high, peaks, limit_bytes, next(sides) * resolution / 3)
+            tokens = _length_between(low, high, peaks, limit_bytes, next(sides) * resolution / 3)
         stride *= 2
     if low == 0:
         raise ValueError(f"limit_bytes={limit_bytes:,}: not even one token fits (tried: {peaks})")
     return Search(low, limit_bytes, peaks)
 
 
-def _between(
+def _length_between(
     low: int, high: int, peaks: dict[int, int | None], limit_bytes: int, aside: float
 ) -> int:
     """A part `aside` of where the line through both ends meets the limit; the middle where it is 0.
@@ -169,7 +169,9 @@ def _between(
     return min(max(round(crossing * (1 + aside)), low + 1), high - 1)
 
 
-def _guess(shorter: int, longer: int, peaks: dict[int, int | None], limit_bytes: int) -> float:
+def _guess_length(
+    shorter: int, longer: int, peaks: dict[int, int | None], limit_bytes: int
+) -> float:
     """Where the line through two lengths that fit meets the limit, but not too far away."""
     furthest = FURTHEST * longer
     if peaks[longer] <= peaks[shorter]:
@@ -225,7 +227,7 @@ def search(
         step(SHORT)  # makes the optimizer's states
         peak = peak_of(step, clear)
         known = {SHORT: peak(SHORT), start: peak(start)}
-        guess = round(_guess(SHORT, start, known, limit_bytes))
+        guess = round(_guess_length(SHORT, start, known, limit_bytes))
         found = find_longest(
             peak, limit_bytes=limit_bytes, start=guess, resolution=resolution, known=known
         )

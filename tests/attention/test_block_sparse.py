@@ -276,12 +276,12 @@ def test_pattern_of_the_cuda_arm(monkeypatch):
         masks.append(create(*args, **options))
         return masks[-1]
 
-    monkeypatch.setattr(compiled_flex, "_compiled", lambda function, backend: function)
+    monkeypatch.setattr(compiled_flex, "_compiled_by", lambda function, backend: function)
     monkeypatch.setattr(compiled_flex, "create_block_mask", create_and_keep)
     q, k, v = (x.detach() for x in random_qkv(2, 6, 2, 300, 8))
     pattern = {"block_size": 96, "local": 1, "stride": 2}
     ids = make_documents("sorted", 300)
-    got = block_sparse._flex(q, k, v, ids, 0.4, Pattern(**pattern))
+    got = block_sparse._block_sparse_by_flex(q, k, v, ids, 0.4, Pattern(**pattern))
     expected = dense(q, k, v, documents=ids, scale=0.4, **pattern)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
     allowed = block_sparse_mask(seq_len=300, **pattern)[None] & (ids[:, :, None] == ids[:, None])

@@ -77,12 +77,14 @@ def test_bf16_is_as_close_as_the_dense_kernel_in_bf16():
 def test_scale_and_the_mask_of_flex(monkeypatch):
     """The rule of the other kernel is written a second time."""
     # FlexAttention has no backward on a CPU.
-    monkeypatch.setattr(_compiled_flex, "_compiled", lambda function, backend: function)
+    monkeypatch.setattr(_compiled_flex, "_compiled_by", lambda function, backend: function)
     q, k, v = (x.detach() for x in random_qkv(2, 6, 2, 160, 16))
     expected = dense(q, k, v, window=37, sinks=5, scale=0.1)
     got = sliding_window_attention(q, k, v, window=37, sinks=5, scale=0.1)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
-    flex = sliding_window._flex(160, 37, 5, q.device, None)(q, k, v, scale=0.1, enable_gqa=True)
+    flex = sliding_window._window_by_flex(160, 37, 5, q.device, None)(
+        q, k, v, scale=0.1, enable_gqa=True
+    )
     torch.testing.assert_close(flex, expected, atol=1e-6, rtol=1e-5)
 
 

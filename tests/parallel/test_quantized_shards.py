@@ -8,7 +8,10 @@ from recipes_lib.parallel.quantized_shards import (
     apply_quantized_shards,
     weight_of_shards,
 )
-from recipes_lib.parallel.quantized_shards.nf4_linear import packed, packed_shape
+from recipes_lib.parallel.quantized_shards.nf4_linear import (
+    nf4_linear_like,
+    nf4_linear_of,
+)
 from recipes_lib.parallel.quantized_shards.predicted_rank import beside_parts, dry_quantized_rank
 from tests.parallel.parity import (
     MAX_NORM,
@@ -145,7 +148,7 @@ def test_a_packed_layer_is_bitsandbytes_to_the_last_bit():
     for name, layer in quantized_layers(model).items():
         if layer.in_features != 64:
             continue
-        ours = packed(name, layer)
+        ours = nf4_linear_of(name, layer)
         for dtype in (torch.float32, torch.bfloat16):
             layer.compute_dtype = dtype
             ours.compute_dtype = dtype
@@ -159,7 +162,7 @@ def test_a_packed_layer_is_bitsandbytes_to_the_last_bit():
 
 def test_nobody_keeps_the_weight_for_backward():
     """The mistake: autograd saves the 16-bit weight of every layer."""
-    layer = packed_shape(nn.Linear(64, 640))
+    layer = nf4_linear_like(nn.Linear(64, 640))
     saved = []
 
     def see(tensor):
@@ -180,6 +183,6 @@ def test_layers_that_cannot_be_packed():
         return layer.to("cpu")
 
     with pytest.raises(ValueError, match="no weight in NF4"):
-        packed("layer", four_bits(64, quant_type="nf4", compress_statistics=False))
+        nf4_linear_of("layer", four_bits(64, quant_type="nf4", compress_statistics=False))
     with pytest.raises(ValueError, match="share a scale"):
-        packed("layer", four_bits(96, quant_type="nf4"))
+        nf4_linear_of("layer", four_bits(96, quant_type="nf4"))

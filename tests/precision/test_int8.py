@@ -16,12 +16,14 @@ from recipes_lib.precision.int8 import (
     KINDS,
     apply_int8,
     int8_linear,
-    kernels,
     plain_dynamic,
     plain_quantize,
     plain_two_halves,
     plain_weight_only,
     quantize_rows,
+)
+from recipes_lib.precision.int8 import (
+    packed_weights as kernels,
 )
 from recipes_lib.precision.int8.sensitivity import (
     Sensitivity,

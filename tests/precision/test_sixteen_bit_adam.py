@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes_lib.precision import _adam
+from recipes_lib.precision import _adamw_in_bf16
 from recipes_lib.precision.sixteen_bit_adam import (
     plain_sixteen_bit_step,
     sixteen_bit_adamw,
@@ -28,8 +28,8 @@ def test_equals_the_plain_step(monkeypatch):
         drawn.append(some(self, count))
         return drawn[-1]
 
-    some = _adam._Bits.some
-    monkeypatch.setattr(_adam._Bits, "some", recorded)
+    some = _adamw_in_bf16._RoundingBits.some
+    monkeypatch.setattr(_adamw_in_bf16._RoundingBits, "some", recorded)
     options = {"lr": 1e-2, "weight_decay": 0.1}
     weight = torch.nn.Parameter(torch.randn(1000))
     optimizer = sixteen_bit_adamw([weight], **options)

@@ -55,7 +55,7 @@ def apply_expert_parallel(model: Any) -> Any:
     modules = experts_of(model)
     require_forward_of_class(modules)
     require_plain_experts(modules)
-    _require_fitting(model, modules, mesh)
+    _require_divisible_experts(model, modules, mesh)
     for parameter in model.parameters():
         dist.broadcast(parameter.detach(), group=mesh.get_group(), group_src=0)
     left = []
@@ -145,7 +145,8 @@ def _exchange(rows: Tensor, receive: list[int], send: list[int], mesh: DeviceMes
     return wait_tensor(all_to_all_single_autograd(rows.contiguous(), receive, send, group))
 
 
-def _require_fitting(model: Any, modules: list[nn.Module], mesh: DeviceMesh) -> None:
+def _require_divisible_experts(model: Any, modules: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Raise ValueError unless the ranks divide the experts of each block."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
             "this model is shared, cut or sharded already: apply expert parallelism once and first"

@@ -52,8 +52,8 @@ from recipes_lib.attention.block_sparse.cpu import BlocksOnCPU
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.bytes_of_tensors import parts_needed
 from recipes_lib.core.model.causal_lm import require_causal_lm
+from recipes_lib.core.model.one_document import restart
 from recipes_lib.core.model.probe import proves
-from recipes_lib.core.model.probe.documents import restart
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class Pattern(NamedTuple):
     stride: int | None = None  # every stride-th block before its own; None for none
 
 
-def _reads(query: Tensor, key: Tensor, pattern: Pattern) -> Tensor:
+def _pattern_reads(query: Tensor, key: Tensor, pattern: Pattern) -> Tensor:
     """The rule for one pair: whether the token at `query` reads the one at `key`."""
     query_block = query // pattern.block_size
     key_block = key // pattern.block_size
@@ -82,7 +82,7 @@ def block_sparse_mask(*, seq_len: int, **pattern: int | None) -> Tensor:
     """The pattern as a dense mask [S, S], True where a query reads a key."""
     checked = _checked_pattern(seq_len=seq_len, **pattern)
     tokens = torch.arange(seq_len)
-    return _reads(tokens[:, None], tokens, checked)
+    return _pattern_reads(tokens[:, None], tokens, checked)
 
 
 def plain_block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, **pattern: int | None) -> Tensor:
@@ -122,7 +122,7 @@ def apply_block_sparse(model: Any, *, block_size: int, **pattern: int | None) ->
     # In the name, so that a deep copy keeps its pattern and another model may have another.
     fields = sorted(checked._asdict().items())
     name = "block_sparse_" + "_".join(f"{field}_{value}" for field, value in fields)
-    AttentionInterface.register(name, functools.partial(_attend, pattern=checked))
+    AttentionInterface.register(name, functools.partial(_attend_in_blocks, pattern=checked))
     AttentionMaskInterface.register(name, _documents)
     model.set_attn_implementation(name)
     return model
@@ -148,7 +148,7 @@ def block_sparse_attention(
     checked = _checked_pattern(seq_len=q.shape[2], **pattern)
     q, k, v = under_autocast(q, k, v)
     if q.is_cuda:
-        return _flex(q, k, v, documents, scale, checked)
+        return _block_sparse_by_flex(q, k, v, documents, scale, checked)
     reads = block_pattern(seq_len=q.shape[2], **pattern)
     return BlocksOnCPU.apply(q, k, v, documents, scale, checked.block_size, reads)
 
@@ -161,6 +161,7 @@ def block_pattern(*, seq_len: int, **pattern: int | None) -> list[list[int]]:
 
 
 def _blocks_read_by(own: int, pattern: Pattern) -> list[int]:
+    """The blocks of keys that block `own` of the queries reads."""
     first_local = max(0, own - pattern.local + 1)
     reads = {*range(first_local, own + 1)}
     reads.update(range(min(pattern.global_blocks, own)))
@@ -169,7 +170,7 @@ def _blocks_read_by(own: int, pattern: Pattern) -> list[int]:
     return sorted(reads)
 
 
-def _flex(
+def _block_sparse_by_flex(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -181,7 +182,7 @@ def _flex(
 
     # As it is compiled, no [S, S] tensor is ever made of this rule.
     def reads(row, head, query, key):
-        allowed = _reads(query, key, pattern)
+        allowed = _pattern_reads(query, key, pattern)
         if documents is None:
             return allowed
         return allowed & (documents[row, query] == documents[row, key])
@@ -209,7 +210,7 @@ def _checked_pattern(*, seq_len: int = 1, **pattern: int | None) -> Pattern:
 # and one computes attention, in every layer. Here the first returns ids of documents [B, S].
 
 
-def _attend(
+def _attend_in_blocks(
     module: Any,
     query: Tensor,  # [B, H, S, E]
     key: Tensor,  # [B, K, S, E]

@@ -49,6 +49,7 @@ class BlocksOnCPU(torch.autograd.Function):
         block_size: int,
         reads: list[list[int]],  # for each block of queries the blocks of keys
     ) -> Tensor:
+        """q [B, H, S, E], k and v [B, K, S, E] -> [B, H, S, E], some blocks of queries a call."""
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         groups = k.shape[1]
         out = torch.empty_like(q)  # [B, H, S, E]
@@ -75,6 +76,7 @@ class BlocksOnCPU(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The same calls once more, each for its gradients of q, k and v."""
         q, k, v, documents, out, log_sums = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         groups = k.shape[1]

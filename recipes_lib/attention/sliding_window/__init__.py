@@ -50,8 +50,8 @@ from recipes_lib.attention._unsupported import (
 from recipes_lib.attention.sliding_window.banded import band, banded_attention, block_length
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.kernels_for_grouped_heads import without_grouped_heads
+from recipes_lib.core.model.one_document import require_one_document
 from recipes_lib.core.model.probe import TOKENS, proves
-from recipes_lib.core.model.probe.documents import require_one_document
 
 NAME = "recipes_sliding_window"  # transformers takes "sdpa" or "flash" in a name for its own
 # What a layer may be called that has this attention, and no mask of another kind.
@@ -89,8 +89,8 @@ class Reach(NamedTuple):
 
 def _as_wide_as_the_text(model: Any) -> dict[str, Any]:
     """Options under which nothing may change: layers with a window of their own keep it."""
-    own = [_own_window(model, layer) for layer, _ in _attentions(model)]
-    full = [layer for layer, _ in _attentions(model) if _own_window(model, layer) is None]
+    own = [_own_window(model, layer) for layer, _ in _causal_attentions(model)]
+    full = [layer for layer, _ in _causal_attentions(model) if _own_window(model, layer) is None]
     if full:
         return {"window": TOKENS, "sinks": 0, "layers": full}
     return {"window": min(own), "sinks": 0, "layers": None}
@@ -117,7 +117,7 @@ def apply_sliding_window(
     require_causal_lm(model)
     _refuse_other_masks(model)
     refuse_other_scores(model)
-    attentions = _attentions(model)
+    attentions = _causal_attentions(model)
     known = {layer for layer, _ in attentions}
     chosen = known if layers is None else set(layers)
     if not chosen or not chosen <= known:
@@ -132,8 +132,8 @@ def apply_sliding_window(
                     f"layer {layer} takes its own {own} at most, and no sinks"
                 )
             attention.reach = Reach(window, sinks)
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionInterface.register(NAME, _windowed_attention)
+    AttentionMaskInterface.register(NAME, _no_mask_for_window)
     model.set_attn_implementation(NAME)
     require_one_document(model)
     return model
@@ -158,7 +158,7 @@ def sliding_window_attention(
     # A window over the whole text is plain causal attention: there the banded kernel makes one
     # SDPA call.
     if _flex_is_fast(q.device) and window < q.shape[2]:
-        flex = _flex(q.shape[2], window, sinks, q.device, active_fake_mode())
+        flex = _window_by_flex(q.shape[2], window, sinks, q.device, active_fake_mode())
         return flex(q, k, v, scale=scale, enable_gqa=True)
     if without_grouped_heads(q.device, q.dtype):
         groups = q.shape[1] // k.shape[1]
@@ -178,7 +178,7 @@ def _flex_is_fast(device: torch.device) -> bool:
 # dry run needs a mask of its own, without data.
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _flex(
+def _window_by_flex(
     length: int, window: int, sinks: int, device: torch.device, dry_run: Any
 ) -> Callable[..., Tensor]:
     def reads(batch, head, query, key):
@@ -191,7 +191,8 @@ def _flex(
 # --- what transformers sees of it -----------------------------------------------------------------
 
 
-def _attentions(model: Any) -> list[tuple[int, nn.Module]]:
+def _causal_attentions(model: Any) -> list[tuple[int, nn.Module]]:
+    """The attention modules of the blocks, each with the number of its block."""
     found = []
     for layer, block in enumerate(decoder_blocks(model)):
         causal = [module for module in block.modules() if getattr(module, "is_causal", False)]
@@ -203,22 +204,23 @@ def _refuse_other_masks(model: Any) -> None:
     """Raise ValueError for a mask that a few tokens do not show, such as one of chunks."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
-    for layer, _ in _attentions(model):
+    for layer, _ in _causal_attentions(model):
         if kinds and kinds[layer] not in KINDS:
             raise ValueError(f"layer {layer} is {kinds[layer]}, which has a mask of its own")
 
 
 def _own_window(model: Any, layer: int) -> int | None:
+    """The window that a layer has from the model itself; None if it reads all."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[layer] != "sliding_attention":
         return None
     of_the_model = getattr(config, "sliding_window", None)
-    [attention, *_] = [module for number, module in _attentions(model) if number == layer]
+    [attention, *_] = [module for number, module in _causal_attentions(model) if number == layer]
     return getattr(attention, "sliding_window", of_the_model)
 
 
-def _attention(
+def _windowed_attention(
     module: nn.Module,
     query: Tensor,  # [B, H, Q, E], the new tokens
     key: Tensor,  # [B, KV, S, E], all tokens
@@ -252,7 +254,7 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(
+def _no_mask_for_window(
     *,
     q_length: int,
     kv_length: int,

@@ -50,10 +50,10 @@ def banded_attention(
     options = {"window": window, "sinks": sinks, "scale": scale}
     if blocks_end > head:
         queries = q[:, :, head:blocks_end]
-        pieces.append(_blocks(queries, k, v, start=head, block=block, **options))
+        pieces.append(_blocks_of_queries(queries, k, v, start=head, block=block, **options))
     if rest:  # one block, shorter than the others
         queries = q[:, :, blocks_end:]
-        pieces.append(_blocks(queries, k, v, start=blocks_end, block=rest, **options))
+        pieces.append(_blocks_of_queries(queries, k, v, start=blocks_end, block=rest, **options))
 
     out = pieces[0]
     if len(pieces) > 1:
@@ -90,7 +90,7 @@ def _head_of_text(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tenso
     return out.transpose(1, 2)
 
 
-def _blocks(
+def _blocks_of_queries(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -127,8 +127,8 @@ def _blocks(
         dry_run=active_fake_mode(),
     )  # [G*C, sinks + W + C]
     places = {"start": start, "end": end, "block": block, "window": window, "sinks": sinks}
-    keys = _windows(k, **places)  # [B*KV, N, sinks + W + C, E]
-    values = _windows(v, **places)  # [B*KV, N, sinks + W + C, E]
+    keys = _windows_of(k, **places)  # [B*KV, N, sinks + W + C, E]
+    values = _windows_of(v, **places)  # [B*KV, N, sinks + W + C, E]
     out = F.scaled_dot_product_attention(q, keys, values, bias, scale=scale)  # [B*KV, N, G*C, E]
 
     out = out.unflatten(2, (G, block))  # [B*KV, N, G, C, E]
@@ -137,7 +137,7 @@ def _blocks(
     return out.flatten(3, 4).flatten(1, 2)  # [B, N*C, H, E]
 
 
-def _windows(x: Tensor, *, start: int, end: int, block: int, window: int, sinks: int) -> Tensor:
+def _windows_of(x: Tensor, *, start: int, end: int, block: int, window: int, sinks: int) -> Tensor:
     """What each block of the queries from `start` to `end` reads: [B*KV, N, sinks + W + C, E]."""
     near = x[:, :, start - window : end]  # [B, KV, W + N*C, E]
     near = near.flatten(0, 1)  # [B*KV, W + N*C, E]

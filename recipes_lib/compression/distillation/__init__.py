@@ -121,7 +121,7 @@ def apply_distillation(
     """
     require_causal_lm(student)
     require_causal_lm(teacher)
-    _check_models(without_adapters(student), without_adapters(teacher))
+    _check_output_layers(without_adapters(student), without_adapters(teacher))
     pairs = list(block_pairs)
     options = {"temperature": temperature, "teacher_share": teacher_share}
     causal = without_adapters(student)
@@ -171,15 +171,17 @@ class Taught:
         inputs["return_dict"] = True
         with evaluating(teacher):
             run_teacher = partial(teacher, **inputs | {"use_cache": False})
-            taught_by = _run(teacher, run_teacher, [theirs for _, theirs in teaching.pairs])
+            taught_by = _run_to_hidden(
+                teacher, run_teacher, [theirs for _, theirs in teaching.pairs]
+            )
         run_student = partial(super().forward, **inputs)
-        student = _run(self, run_student, [ours for ours, _ in teaching.pairs])
+        student = _run_to_hidden(self, run_student, [ours for ours, _ in teaching.pairs])
         if "aux_loss" in student.output:
             raise ValueError(
                 f"{type(self).__name__} adds a router's loss, which distillation would leave out: "
                 f"train it on its own loss, or with output_router_logits=False"
             )
-        loss = _loss_of_a_step(student, taught_by, teaching, kwargs)
+        loss = _loss_of_student(student, taught_by, teaching, kwargs)
         return with_loss(self, student.output, loss, kwargs)
 
 
@@ -197,7 +199,7 @@ class Ran:
     layer: OutputLayer
 
 
-def _run(causal: Any, forward: Callable[[], Any], blocks: Iterable[int]) -> Ran:
+def _run_to_hidden(causal: Any, forward: Callable[[], Any], blocks: Iterable[int]) -> Ran:
     """Run `forward` of a causal LM up to its output layer, and keep what the `blocks` returned."""
     kept: dict[int, Tensor] = {}
 
@@ -218,7 +220,8 @@ def _run(causal: Any, forward: Callable[[], Any], blocks: Iterable[int]) -> Ran:
     return Ran(output, hidden, [kept[number] for number in blocks], layer)
 
 
-def _loss_of_a_step(student: Ran, teacher: Ran, teaching: Teaching, kwargs: dict) -> Tensor:
+def _loss_of_student(student: Ran, teacher: Ran, teaching: Teaching, kwargs: dict) -> Tensor:
+    """The loss of a batch: that of the logits, and that of the paired blocks."""
     targets = targets_of(kwargs).to(student.hidden.device)  # [B, S]
     ignored = kwargs.get("ignore_index", IGNORED)
     num_items = kwargs.get("num_items_in_batch")
@@ -286,7 +289,8 @@ def require_same_tokens(tokenizer: Any, teacher_tokenizer: Any) -> None:
         )
 
 
-def _check_models(student: Any, teacher: Any) -> None:
+def _check_output_layers(student: Any, teacher: Any) -> None:
+    """Raise ValueError unless both output layers are plain, over the same tokens."""
     for model in (student, teacher):
         head = model.get_output_embeddings()
         if marked(head, QUANTIZED_BY) or beside_weight_and_bias(head):

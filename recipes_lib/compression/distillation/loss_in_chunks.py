@@ -145,6 +145,7 @@ class ChunkedDistillation(LossWithGradients):
         plan: TwoTablesPlan,
         training: bool,
     ) -> Tensor:
+        """The sum over chunks of tokens, with logits of student and teacher for one alone."""
         gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
         student = _Layer(OutputLayer(weight, bias, softcap), plan.products, plan.sums)
         teacher = _Layer(teacher_layer, plan.teacher_products, plan.sums)

@@ -18,6 +18,7 @@ linears  the linear layers of a model by name, and others in their places
 loading  a pretrained model, its configuration and its tokenizer, by name
 marks  what techniques leave on parameters and blocks for each other
 mixins  mix a class into one module of a model, and take it out again
+one_document  a model that refuses several documents in a row
 output_layer  a causal LM up to its output layer, for losses that make the logits
 probe  a technique proves itself on the model that it is given, or leaves it as it was
 recomputed_parts  a part of a block in parts of its own, each once more in backward

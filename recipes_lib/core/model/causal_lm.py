@@ -45,6 +45,7 @@ def is_causal_lm(model: Any) -> bool:
 
 
 def _why_no_causal_lm(model: Any) -> str | None:
+    """What is wrong with it, in a few words; None for a causal LM."""
     from transformers import PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 

@@ -111,6 +111,8 @@ def _is_the_classes_own(module: nn.Module) -> bool:
 @functools.cache  # so that all blocks of a model share one new class
 def _mixed_class(mixin: type, module_class: type, attributes: tuple[str, ...]) -> type:
     # Trainer and `generate` read the signature of `forward`: it stays that of the module's class.
+    """The class of a module with a mixin in front, whose `forward` is called first."""
+
     @functools.wraps(module_class.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return mixin.forward(self, *args, **kwargs)

@@ -107,7 +107,7 @@ def on_card(card: Card | None) -> Iterator[None]:
         return
     pretend_a_card()
     with contextlib.ExitStack() as stack:
-        attention = _attention_on(card.capability)
+        attention = _attention_that_card_chooses(card.capability)
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         for name in IN_FP32:
             function = _in_fp32(getattr(F, name))
@@ -115,7 +115,9 @@ def on_card(card: Card | None) -> Iterator[None]:
         yield
 
 
-def _attention_on(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
+def _attention_that_card_chooses(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
+    """PyTorch's attention by the kernel that it takes on a GPU of this capability."""
+
     def scaled_dot_product_attention(
         query: torch.Tensor,
         key: torch.Tensor,

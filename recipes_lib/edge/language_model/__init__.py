@@ -150,9 +150,9 @@ def export_language_model(
     """
     path = Path(path)
     check_choice((4, 8, None), weight_bits=weight_bits)
-    _check_model(model, max_length)
+    _require_what_executorch_runs(model, max_length)
     if weight_bits == 4:
-        _check_groups(without_adapters(model), group)
+        _check_groups_divide_rows(without_adapters(model), group)
     model = without_adapters(model)
     metadata = _special_tokens(model, tokenizer)
     require("executorch")
@@ -160,10 +160,10 @@ def export_language_model(
     with noise_to(path.with_suffix(".log")):
         require_same_logits(model, weight_bits, group)
         with whole_or_none(path) as unfinished:
-            settings = _settings(unfinished, custom_attention, max_length, metadata)
+            settings = _llama_settings(unfinished, custom_attention, max_length, metadata)
             Path(settings.base.params).write_text(json.dumps(llama_parameters(model.config)))
             torch.save(llama_weights(model, weight_bits, group), settings.base.checkpoint)
-            delegation = _export(settings)
+            delegation = _export_by_executorch(settings)
             # Products of attention may stay outside: with plain attention they do.
             require_delegated(delegation, operators=("linear", "addmm", "mm"))
     seconds = time.perf_counter() - start
@@ -175,7 +175,9 @@ def load_language_model(path: str | Path, *, threads: int = 1) -> PteLanguageMod
     return PteLanguageModel(Path(path), threads=threads)
 
 
-def _settings(path: Path, custom_attention: bool, max_length: int, metadata: dict[str, Any]) -> Any:
+def _llama_settings(
+    path: Path, custom_attention: bool, max_length: int, metadata: dict[str, Any]
+) -> Any:
     """All that `export_llama` would guess.
 
     Left alone, it downloads a model if there is no checkpoint, takes 10,000 as the base of the
@@ -202,7 +204,7 @@ def _settings(path: Path, custom_attention: bool, max_length: int, metadata: dic
     return settings
 
 
-def _export(settings: Any) -> Delegation:
+def _export_by_executorch(settings: Any) -> Delegation:
     from executorch.examples.models.llama import export_llama_lib
 
     # The public `export_llama` returns only the file's name. This is what it calls: it also
@@ -215,7 +217,7 @@ def _export(settings: Any) -> Delegation:
 # --- Hugging Face glue and guards -----------------------------------------------------------------
 
 
-def _check_model(model: Any, max_length: int) -> None:
+def _require_what_executorch_runs(model: Any, max_length: int) -> None:
     """Raise ValueError for what the comparison of a few tokens does not see."""
     require_llama(model, families=FAMILIES, rope_types=("default", "llama3"))
     config = without_adapters(model).config
@@ -239,7 +241,7 @@ def _check_model(model: Any, max_length: int) -> None:
             )
 
 
-def _check_groups(model: Any, group: int) -> None:
+def _check_groups_divide_rows(model: Any, group: int) -> None:
     if group % GROUP_UNIT != 0:
         raise ValueError(f"group={group}: XNNPACK's kernels take multiples of {GROUP_UNIT}")
     for number, block in enumerate(decoder_blocks(model)):

@@ -149,7 +149,7 @@ class Decoder(nn.Module):
 
     def new_cache(self, *, batch: int = 1, max_tokens: int) -> KeyValueCache:
         """An empty cache for `batch` rows of up to `max_tokens` tokens, prompt included."""
-        self._require_room(max_tokens)
+        self._require_trained_length(max_tokens)
         weight = self.embedding.weight
         self._grow_table(max_tokens, weight.device)
         # On a CPU attention is fp32, whatever the weights are: its 16-bit kernels are slower there.
@@ -200,7 +200,8 @@ class Decoder(nn.Module):
             return turn
         return torch.view_as_complex(turn)
 
-    def _require_room(self, max_tokens: int) -> None:
+    def _require_trained_length(self, max_tokens: int) -> None:
+        """Raise ValueError for texts beyond the model's positions or its window."""
         positions = self.sizes.positions
         if positions is not None and max_tokens > positions:
             raise ValueError(

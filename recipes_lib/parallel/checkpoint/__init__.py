@@ -124,7 +124,7 @@ def save_checkpoint(
         keep: how many checkpoints stay.
     """
     folder = Path(folder)
-    place = _begin(folder, step, model, optimizer, run, parts, keep)
+    place = _begin_save(folder, step, model, optimizer, run, parts, keep)
     with files_of_all_ranks():
         state = _state_of(model, optimizer, parts)
         dcp.save(state, storage_writer=dcp.FileSystemWriter(place))
@@ -162,11 +162,11 @@ def save_checkpoint_async(
         group = after.group
         stager = after.stager
     else:
-        group = None if _alone() else distributed.new_group(backend="gloo")
+        group = None if _rank_is_alone() else distributed.new_group(backend="gloo")
         on_gpu = torch.cuda.is_available()
         # use_async_staging=False: the copy is complete when this returns, and weights may change.
         stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
-    place = _begin(folder, step, model, optimizer, run, parts, keep)
+    place = _begin_save(folder, step, model, optimizer, run, parts, keep)
     upload = dcp.async_save(
         _state_of(model, optimizer, parts),
         storage_writer=dcp.FileSystemWriter(place),
@@ -215,7 +215,7 @@ def latest_checkpoint(folder: Path | str) -> Path | None:
     """The last whole checkpoint below `folder`, or None. All ranks call it."""
     with same_error_on_all_ranks():
         place = _latest(Path(folder))
-    if not _alone():
+    if not _rank_is_alone():
         agree(latest_checkpoint=str(place))  # machines may share no folder
     return place
 
@@ -258,7 +258,7 @@ def load_checkpoint(
     return shared["step"]
 
 
-def _begin(
+def _begin_save(
     folder: Path,
     step: int,
     model: nn.Module,
@@ -268,7 +268,7 @@ def _begin(
     keep: int,
 ) -> Path:
     """Check on every rank, and write down the facts. Returns the new folder."""
-    if not _alone():
+    if not _rank_is_alone():
         agree(step=step, keep=keep)
     check_whole(step=step, keep=keep)
     facts = _facts_of_all_ranks(run, model, optimizer, parts)
@@ -302,9 +302,9 @@ def _facts_of_all_ranks(
     """Facts that hold on any number of ranks."""
     with same_error_on_all_ranks():
         facts = facts_of(run, model, optimizer, parts)
-    facts["optimizer"] = {"class": optimizer_name(_inner(optimizer))}
+    facts["optimizer"] = {"class": optimizer_name(_optimizer_with_states(optimizer))}
     facts["optimized"] = dict.fromkeys(facts["optimized"], True)  # states go by names here
-    if _alone():
+    if _rank_is_alone():
         return facts
     of_ranks: list[Facts] = [{} for _ in range(world_size())]
     distributed.all_gather_object(of_ranks, facts)
@@ -326,7 +326,7 @@ def _state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """This rank's parts of the trainable weights and of their optimizer states, by name."""
-    inner = _inner(optimizer)
+    inner = _optimizer_with_states(optimizer)
     _copy_settings(optimizer, inner)
     return {
         "model": get_model_state_dict(model, options=OPTIONS),
@@ -342,12 +342,12 @@ def _set_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[s
     # Not strict: frozen weights are missing, and names were compared already.
     loose = StateDictOptions(strict=False, flatten_optimizer_state_dict=True)
     set_model_state_dict(model, state["model"], options=loose)
-    inner = _inner(optimizer)
+    inner = _optimizer_with_states(optimizer)
     set_optimizer_state_dict(model, inner, state["optimizer"], options=OPTIONS)
     _copy_settings(inner, optimizer)
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _optimizer_with_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The one that has the states: ZeroRedundancyOptimizer keeps one over this rank's part."""
     return getattr(optimizer, "optim", optimizer)
 
@@ -397,7 +397,7 @@ def files_of_all_ranks(*, group: distributed.ProcessGroup | None = None) -> Iter
             raise ValueError(str(raised)) from raised
 
 
-def _alone() -> bool:
+def _rank_is_alone() -> bool:
     return not distributed.is_initialized()
 
 

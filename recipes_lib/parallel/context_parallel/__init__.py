@@ -151,19 +151,19 @@ def apply_context_parallel(model: Any, *, mesh: Any = None, kind: str = "ring") 
     check_choice(KINDS, kind=kind)
     mesh = one_axis(mesh, such_as="context")
     causal = without_adapters(model)
-    _require_plain_attention(causal)
+    _require_plain_causal_attention(causal)
     _require_divisible_heads(causal, kind, mesh.size())
     # "sdpa" and "flash" in a name would make transformers take it for its own.
     name = f"{kind}_over_ranks_{len(CONTEXTS)}"
     CONTEXTS[name] = Context(kind, mesh)
-    AttentionInterface.register(name, _attention)
-    AttentionMaskInterface.register(name, _no_mask)
+    AttentionInterface.register(name, _attention_over_ranks)
+    AttentionMaskInterface.register(name, _no_mask_over_ranks)
     causal.set_attn_implementation(name)
-    causal.register_forward_pre_hook(_check_arguments, with_kwargs=True)
+    causal.register_forward_pre_hook(_check_rows_are_of_this_rank, with_kwargs=True)
     return model
 
 
-def _attention(
+def _attention_over_ranks(
     module: Any,
     query: Tensor,  # [B, H, S/N, E]
     key: Tensor,  # [B, KV, S/N, E]
@@ -187,7 +187,7 @@ def _attention(
     return attention(query, key, value, **options).transpose(1, 2), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
+def _no_mask_over_ranks(*_: Any, **__: Any) -> None:
     """What transformers calls for a mask, once per forward: the attention above needs none."""
     return
 
@@ -262,7 +262,7 @@ def context_of(model: Any) -> Context:
 # --- what would silently be another model ---------------------------------------------------------
 
 
-def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_rows_are_of_this_rank(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before each forward: the positions and labels have to be those of this rank's tokens."""
     context = context_of(model)
     given = {name for name, value in kwargs.items() if value is not None}
@@ -286,7 +286,8 @@ def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         )
 
 
-def _require_plain_attention(causal: Any) -> None:
+def _require_plain_causal_attention(causal: Any) -> None:
+    """Raise ValueError for a model whose layers do more than read all tokens before theirs."""
     config = causal.config.get_text_config()
     now = causal.config._attn_implementation
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])

@@ -40,7 +40,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Any, scale: float)
     return _RingAttention.apply(q, k, v, group, scale)
 
 
-def _who_meets(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
+def _queries_that_meet_keys(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
     """Which queries of `rank` meet which keys of `source`, of `tokens` each."""
     everything = slice(0, tokens)
     if source == rank:
@@ -55,6 +55,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any, scale: float) -> Tensor:
+        """Attend to the keys of my rank, and then to those that arrive from the rank before."""
         rank = distributed.get_rank(group)
         ranks = distributed.get_world_size(group)
         held = torch.stack([k, v])  # [2, B, KV, S, E]: one message
@@ -63,16 +64,16 @@ class _RingAttention(torch.autograd.Function):
         for step in range(ranks):
             message = None
             if step < ranks - 1:
-                message = Message(held, group)  # travels while this rank computes
+                message = MessageInRing(held, group)  # travels while this rank computes
             if step == 0:
                 out, sums, ctx.rest = attend(q, held[0], held[1], causal=True, scale=scale)
                 out = out.to(torch.promote_types(q.dtype, torch.float32))  # a sum over the ranks
             else:
-                queries, keys = _who_meets(rank, (rank - step) % ranks, q.shape[2])
+                queries, keys = _queries_that_meet_keys(rank, (rank - step) % ranks, q.shape[2])
                 more, more_sums, _ = attend(
                     q[:, :, queries], *held[:, :, :, keys], causal=False, scale=scale
                 )
-                _merge_into(out[:, :, queries], sums[:, :, queries], more, more_sums)
+                _merge_attention_into(out[:, :, queries], sums[:, :, queries], more, more_sums)
             if message is not None:
                 held = message.arrived()
         # Token by token in memory, as the output projection reads it: it need not copy.
@@ -84,6 +85,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Keys, values and their gradients go round once more; each rank adds its part."""
         q, held, out, sums = ctx.saved_tensors
         group, scale = ctx.options
         rank = distributed.get_rank(group)
@@ -95,8 +97,8 @@ class _RingAttention(torch.autograd.Function):
         for step in range(ranks):
             message = None
             if step < ranks - 1:
-                message = Message(held, group)
-            queries, keys = _who_meets(rank, (rank - step) % ranks, q.shape[2])
+                message = MessageInRing(held, group)
+            queries, keys = _queries_that_meet_keys(rank, (rank - step) % ranks, q.shape[2])
             more_dq, more_dk, more_dv = attend_backward(
                 gradient[:, :, queries],
                 (q[:, :, queries], *held[:, :, :, keys]),
@@ -112,7 +114,7 @@ class _RingAttention(torch.autograd.Function):
             dkv[0][:, :, keys] += more_dk
             dkv[1][:, :, keys] += more_dv
             if ranks > 1:
-                gradients = Message(dkv, group)  # they travel with what they belong to
+                gradients = MessageInRing(dkv, group)  # they travel with what they belong to
             if message is not None:
                 held = message.arrived()
         if gradients is not None:
@@ -121,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, None, None
 
 
-class Message:
+class MessageInRing:
     """A tensor on its way to the next rank, and one of the same shape from the rank before."""
 
     def __init__(self, tensor: Tensor, group: Any) -> None:
@@ -139,7 +141,7 @@ class Message:
         return self._arriving
 
 
-def _merge_into(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
+def _merge_attention_into(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
     """`out` [B, H, S, E] and `sums` [B, H, S] become those over both sets of keys, in place."""
     both = torch.logaddexp(sums, more_sums)
     out.mul_((sums - both).exp().unsqueeze(-1))

@@ -79,7 +79,7 @@ class LaneRecorder:
         self._moments: list[tuple[str, Moment]] | None = None  # None while nothing is recorded
         self._buckets: list[tuple[str, Moment]] = []
         self._arrived: dict[str, Moment] = {}
-        model.register_comm_hook(self, _average)
+        model.register_comm_hook(self, _timed_all_reduce)
 
     def record(self, step: Callable[[], Any]) -> Lanes:
         """Run `step`, which trains the wrapper, and record it.
@@ -89,7 +89,7 @@ class LaneRecorder:
         self._moments = []
         self._buckets = []
         self._arrived = {}
-        handles = list(self._hooks())
+        handles = list(self._hooks_of_step())
         try:
             step()
             _, last_gradient = self._buckets[-1]
@@ -102,15 +102,15 @@ class LaneRecorder:
 
     # --- moments of the compute lane
 
-    def _hooks(self) -> Iterator[Any]:
+    def _hooks_of_step(self) -> Iterator[Any]:
         blocks = decoder_blocks(self._model.module)
-        yield self._model.register_forward_pre_hook(self._stamp("forward embedding"))
+        yield self._model.register_forward_pre_hook(self._stamp_forward("forward embedding"))
         for number, block in enumerate(blocks):
-            yield block.register_forward_pre_hook(self._stamp(f"forward block {number}"))
+            yield block.register_forward_pre_hook(self._stamp_forward(f"forward block {number}"))
             yield block.register_forward_hook(self._stamp_backward(f"backward block {number}"))
-        yield blocks[-1].register_forward_hook(self._stamp(HEAD))
+        yield blocks[-1].register_forward_hook(self._stamp_forward(HEAD))
 
-    def _stamp(self, name: str) -> Callable[..., None]:
+    def _stamp_forward(self, name: str) -> Callable[..., None]:
         def here(*_: Any) -> None:
             self._moments.append((name, self._now()))
 
@@ -119,7 +119,7 @@ class LaneRecorder:
     def _stamp_backward(self, name: str) -> Callable[..., None]:
         def after_forward(block: Any, inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            hidden.register_hook(self._stamp(name))
+            hidden.register_hook(self._stamp_forward(name))
 
         return after_forward
 
@@ -153,7 +153,7 @@ def _seconds(begin: Moment, moment: Moment) -> float:
     return begin.elapsed_time(moment) / 1000
 
 
-def _average(recorder, bucket):  # type hints as text, which this file has, DDP refuses
+def _timed_all_reduce(recorder, bucket):  # type hints as text, which this file has, DDP refuses
     """DDP's hook for a bucket that is full: start its all-reduce, and say when it has come."""
     gradients = bucket.buffer()
     group = recorder._model.process_group

@@ -129,7 +129,7 @@ def measured_strategy(model: Any, strategy: str, batch: Batch) -> StrategyBytes:
     that is a multiple of COPIES.
     """
     check_choice(STRATEGIES, strategy=strategy)
-    model = _wrapped(model, strategy)
+    model = _wrapped_by_strategy(model, strategy)
     optimizer = torch.optim.AdamW(model.parameters())
     with count_traffic() as traffic:
         loss = sum_of_losses(model, batch)
@@ -146,7 +146,7 @@ def measured_strategy(model: Any, strategy: str, batch: Batch) -> StrategyBytes:
     )
 
 
-def _wrapped(model: Any, strategy: str) -> Any:
+def _wrapped_by_strategy(model: Any, strategy: str) -> Any:
     if strategy == "no shard":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if strategy == "gradients and states":

@@ -189,12 +189,12 @@ class Pipeline:
         self.stages = nn.ModuleList([Stage(model, number, self._all_stages) for number in numbers])
         tied = causal.get_input_embeddings().weight is causal.get_output_embeddings().weight
         # Two ranks have copies of a tied weight, and this may be one of them.
-        self._shared = tied and self.ranks > 1
-        self._tied = self._shared and self.rank in (0, self.ranks - 1)
+        self._tied_over_ranks = tied and self.ranks > 1
+        self._tied = self._tied_over_ranks and self.rank in (0, self.ranks - 1)
         drop_all_but(model, self.stages)
         self.clock: Clock | None = None
         self._schedule: Any = None  # PyTorch's, for batches of this shape:
-        self._shape: torch.Size | None = None
+        self._shape_of_batch: torch.Size | None = None
         self._tokens = 1
 
     def _schedule_for(self, rows: int, seq: int) -> Any:
@@ -242,7 +242,9 @@ class Pipeline:
             raise ValueError(
                 f"{len(input_ids)} rows: give a multiple of micro_batches={self.micro_batches}"
             )
-        if self._shared and any(parameter.grad is not None for parameter in self.parameters()):
+        if self._tied_over_ranks and any(
+            parameter.grad is not None for parameter in self.parameters()
+        ):
             raise ValueError(
                 "there are gradients of an earlier batch, and those of the tied weight would be "
                 "added twice: to accumulate, give more rows in one call, and more micro_batches"
@@ -251,9 +253,9 @@ class Pipeline:
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         self._tokens = int((targets != IGNORED).sum())
         check_whole(tokens=self._tokens)
-        if self._shape != input_ids.shape:
+        if self._shape_of_batch != input_ids.shape:
             self._schedule = self._schedule_for(*input_ids.shape)
-            self._shape = input_ids.shape
+            self._shape_of_batch = input_ids.shape
         self.clock = Clock(self._device, self._group, self.rank) if record else None
 
         ids = [input_ids] if self.rank == 0 else []
@@ -372,29 +374,29 @@ def predicted_sent_bytes(model: Any, *, rows: int, tokens: int, ranks: int, rank
 
 def predicted_rank_bytes(model: Any, *, ranks: int, rank: int) -> Kept:
     """The rank's blocks, and an end of the model on the first and on the last one."""
-    gradients = _own_bytes(model, ranks, rank, trained_only=True)
-    weights = _own_bytes(model, ranks, rank, trained_only=False)
+    gradients = _bytes_of_stage(model, ranks, rank, trained_only=True)
+    weights = _bytes_of_stage(model, ranks, rank, trained_only=False)
     return Kept(weights, gradients, STATES * gradients)
 
 
-def _own_bytes(model: Any, ranks: int, rank: int, *, trained_only: bool) -> int:
+def _bytes_of_stage(model: Any, ranks: int, rank: int, *, trained_only: bool) -> int:
     """The bytes of the model that one rank holds; a tied weight is held by two ranks."""
     causal = without_adapters(model)
-    blocks = _bytes_of(decoder_blocks(model), trained_only)
-    first = _bytes_of(causal.get_input_embeddings(), trained_only)
+    blocks = _bytes_in(decoder_blocks(model), trained_only)
+    first = _bytes_in(causal.get_input_embeddings(), trained_only)
     own = blocks // ranks
     if rank == 0:
         own += first
     if rank == ranks - 1:
         # All that is neither a block nor the embedding: the norm, and an untied output layer.
-        own += _bytes_of(model, trained_only) - blocks - first
+        own += _bytes_in(model, trained_only) - blocks - first
         tied = causal.get_input_embeddings().weight is causal.get_output_embeddings().weight
         if tied and ranks > 1:
             own += first
     return own
 
 
-def _bytes_of(module: nn.Module, trained_only: bool) -> int:
+def _bytes_in(module: nn.Module, trained_only: bool) -> int:
     total = 0
     for parameter in module.parameters():
         if parameter.requires_grad or not trained_only:

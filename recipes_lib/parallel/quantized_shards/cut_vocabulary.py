@@ -95,14 +95,15 @@ class CutOutput(CutRows):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [B, S, D] -> logits [B, S, V]. Every rank calls it as often as the others."""
-        return _Logits.apply(hidden, self)
+        return _LogitsOfCutRows.apply(hidden, self)
 
 
-class _Logits(torch.autograd.Function):
+class _LogitsOfCutRows(torch.autograd.Function):
     """Logits chunk by chunk, and likewise the gradient of what they were made of."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, layer: CutOutput) -> torch.Tensor:
+        """hidden [B, S, D] -> logits [B, S, V], of some rows of all ranks at a time."""
         ctx.layer = layer
         logits = hidden.new_empty(*hidden.shape[:-1], layer.parts, layer.rows)
         for start, rows in layer.chunks(hidden.device):
@@ -113,6 +114,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The rows are gathered once more, for the gradient of hidden alone."""
         layer = ctx.layer
         padding = layer.parts * layer.rows - layer.vocabulary
         if padding:

@@ -30,7 +30,7 @@ BLOCK = 64  # weights that share a scale
 GROUP = 256  # scales that share a scale
 
 
-class PackedLinear(nn.Module):
+class NF4Linear(nn.Module):
     """`x -> x W^T + bias` with W in NF4, computed as bitsandbytes' `Linear4bit` computes it.
 
     W is made of codes and scales when it is needed, in forward and again in backward, and kept in
@@ -75,7 +75,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, S, I] -> [B, S, O], in the dtype of x."""
         computing = x.dtype if self.compute_dtype is None else self.compute_dtype
-        y = _Product.apply(x.to(computing), self.codes, self.scales, self.group_scales, self)
+        y = _NF4Product.apply(x.to(computing), self.codes, self.scales, self.group_scales, self)
         if self.bias is not None:
             y = y + self.bias.to(computing)
         return y.to(x.dtype)
@@ -104,7 +104,7 @@ class PackedLinear(nn.Module):
         return functional.dequantize_4bit(codes.view(-1, 1), state)
 
 
-class _Product(torch.autograd.Function):
+class _NF4Product(torch.autograd.Function):
     """The product, which keeps codes and scales for backward, and not W."""
 
     @staticmethod
@@ -130,9 +130,9 @@ def pack_layers(model: Any) -> Any:
     layers = {}
     already = False
     for name, module in model.named_modules():
-        already = already or isinstance(module, PackedLinear)
+        already = already or isinstance(module, NF4Linear)
         if type(module).__name__ == "Linear4bit" and hasattr(module, "compute_dtype"):
-            layers[name] = packed(name, module)
+            layers[name] = nf4_linear_of(name, module)
     if not layers and not already:
         raise ValueError(
             "this model has no layer in 4 bits: give the model that apply_qlora returned, or use "
@@ -143,8 +143,8 @@ def pack_layers(model: Any) -> Any:
     return model
 
 
-def packed(name: str, layer: Any) -> PackedLinear:
-    """The codes and scales of bitsandbytes' `Linear4bit` as a `PackedLinear`, without a copy."""
+def nf4_linear_of(name: str, layer: Any) -> NF4Linear:
+    """The codes and scales of bitsandbytes' `Linear4bit` as a `NF4Linear`, without a copy."""
     state = getattr(layer.weight, "quant_state", None)
     if state is None or state.quant_type != "nf4" or not state.nested:
         raise ValueError(
@@ -158,7 +158,7 @@ def packed(name: str, layer: Any) -> PackedLinear:
             f"share a scale with the next one, which may be on another rank"
         )
     codes = layer.weight.data.view(torch.uint8).view(outputs, inputs // 2)
-    return PackedLinear(
+    return NF4Linear(
         codes,
         state.absmax.view(outputs, inputs // state.blocksize),
         _as_bytes(state.state2.absmax),
@@ -171,8 +171,8 @@ def packed(name: str, layer: Any) -> PackedLinear:
     )
 
 
-def packed_shape(linear: nn.Linear, *, compute_dtype: torch.dtype | None = None) -> PackedLinear:
-    """A `PackedLinear` of the size of `linear` and without its numbers, for a dry run."""
+def nf4_linear_like(linear: nn.Linear, *, compute_dtype: torch.dtype | None = None) -> NF4Linear:
+    """A `NF4Linear` of the size of `linear` and without its numbers, for a dry run."""
     outputs, inputs = linear.weight.shape
     device = linear.weight.device
     scales = inputs // BLOCK
@@ -180,7 +180,7 @@ def packed_shape(linear: nn.Linear, *, compute_dtype: torch.dtype | None = None)
     bias = linear.bias
     if bias is not None:
         bias = bias.data
-    return PackedLinear(
+    return NF4Linear(
         torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device),
         torch.empty(outputs, scales, dtype=torch.uint8, device=device),
         torch.empty(groups, 4, dtype=torch.uint8, device=device),

@@ -20,7 +20,7 @@ from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.predict import Prediction, predict
 from recipes_lib.core.ranks.weighted_step import sum_of_losses
 from recipes_lib.parallel.quantized_shards import apply_quantized_shards
-from recipes_lib.parallel.quantized_shards.nf4_linear import packed_shape
+from recipes_lib.parallel.quantized_shards.nf4_linear import nf4_linear_like
 
 RANK = 16  # of an adapter on every linear layer of the blocks
 AT_REST = ("weights", "gradients", "states")  # in parts, which offload keeps on the host
@@ -80,5 +80,5 @@ def packed_model(shape: str, *, layers: int | None) -> Any:
     model = peft.get_peft_model(model, config)
     for name, module in list(model.named_modules()):
         if name.endswith(".base_layer"):
-            model.set_submodule(name, packed_shape(module, compute_dtype=torch.bfloat16))
+            model.set_submodule(name, nf4_linear_like(module, compute_dtype=torch.bfloat16))
     return model

@@ -68,6 +68,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         first: int,
         group: dist.ProcessGroup,
     ) -> Tensor:
+        """Each rank has the sum of exp of its own tokens; one all-reduce makes the whole."""
         logits = at_least_fp32(part)
         largest = logits.amax(dim=-1)  # [T], of this rank's tokens
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)  # and now of all
@@ -89,6 +90,7 @@ class _CutCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of this rank's logits: softmax less the label."""
         softmax, column, is_here, counted = context.saved_tensors
         gradient = gradient.where(counted, 0.0)  # [T]
         of_logits = softmax * gradient[:, None]  # [T, V/N]

@@ -67,9 +67,9 @@ def simulated_mlp(*, ranks: int = 4) -> SimulatedMLP:
             joined = [output, cut_up.grad, cut_down.grad]
             joined = [tensor.full_tensor().reconcile().detach() for tensor in joined]
             parts = {"up": cut_up, "down": cut_down, "middle": middle, "part": part}
-            parts = {name: _by_rank(tensor) for name, tensor in parts.items()}
+            parts = {name: _parts_by_rank(tensor) for name, tensor in parts.items()}
             with maybe_disable_local_tensor_mode():
-                whole = _whole(x, up, down)
+                whole = _whole_mlp(x, up, down)
                 errors = [(a - b).abs().max().item() for a, b in zip(joined, whole)]
     finally:
         distributed.destroy_process_group()
@@ -77,13 +77,13 @@ def simulated_mlp(*, ranks: int = 4) -> SimulatedMLP:
     return SimulatedMLP(of_ranks, joined[0], errors[0], max(errors[1:]))
 
 
-def _by_rank(tensor: DTensor) -> list[Tensor]:
+def _parts_by_rank(tensor: DTensor) -> list[Tensor]:
     """The part of each rank, as a plain tensor."""
     parts = tensor.to_local()._local_tensors
     return [parts[rank].detach().clone() for rank in sorted(parts)]
 
 
-def _whole(x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
+def _whole_mlp(x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
     """Output [T, D] and the gradients of both matrices, of the layer that nobody has cut."""
     up = up.clone().requires_grad_()
     down = down.clone().requires_grad_()

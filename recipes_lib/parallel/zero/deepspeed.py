@@ -164,9 +164,9 @@ def filled_config(
         "stage3_param_persistence_threshold": 10 * hidden,
     }
     of_bf16 = {"enabled": model.dtype == torch.bfloat16}
-    _fill(filled, numbers)
-    _fill(filled["zero_optimization"], of_zero)
-    _fill(filled.get("bf16", {}), of_bf16)
+    _fill_auto(filled, numbers)
+    _fill_auto(filled["zero_optimization"], of_zero)
+    _fill_auto(filled.get("bf16", {}), of_bf16)
     return filled
 
 
@@ -191,7 +191,7 @@ def held_bytes(engine: Any) -> dict[str, int]:
 # --- guards, and what DeepSpeed needs to be told --------------------------------------------------
 
 
-def _fill(place: dict[str, Any], numbers: dict[str, Any]) -> None:
+def _fill_auto(place: dict[str, Any], numbers: dict[str, Any]) -> None:
     for name, number in numbers.items():
         if place.get(name) == AUTO:
             place[name] = number

@@ -104,11 +104,12 @@ def _readers_of_norms(model: Any) -> tuple[dict[str, list[str]], Counter[str]]:
                 hooks.enter_context(_on_output(module, name, wrote))
             elif isinstance(module, nn.Linear):
                 hooks.enter_context(_on_input(module, name, read))
-        _few_logits(model)
+        _logits_of_few_tokens(model)
     return readers, calls
 
 
 def _after_norms(model: Any, readers: dict[str, list[str]], calls: Counter[str]) -> Iterator[Site]:
+    """norm -> q, k, v or gate, up: all that reads a norm."""
     for norm, linears in readers.items():
         # What runs more than once in a pass has several inputs, and one weight.
         once = all(calls[name] == 1 for name in (norm, *linears))
@@ -196,7 +197,7 @@ def check_exact(model: Any, sites: list[Site]) -> None:
 
     The model is as it was afterwards.
     """
-    before = _few_logits(model)
+    before = _logits_of_few_tokens(model)
     layers = {site: model.get_submodule(site.before) for site in sites}
     # 1 + weight is rounded, so norms get back what they had.
     norms = [layer.weight for layer in layers.values() if not isinstance(layer, nn.Linear)]
@@ -207,7 +208,7 @@ def check_exact(model: Any, sites: list[Site]) -> None:
         scales[site] = 2.0 ** (channels % 3 - 1)
         fold_scales(model, site, scales[site])
     try:
-        after = _few_logits(model)
+        after = _logits_of_few_tokens(model)
     finally:
         for site, factors in scales.items():
             fold_scales(model, site, 1 / factors)
@@ -259,7 +260,7 @@ def read_inputs(model: Any, sites: list[Site], batches: list[dict[str, Tensor]])
     return [Seen(sums[name] / count, torch.cat(rows[name])) for name in firsts]
 
 
-def _few_logits(model: Any) -> Tensor:
+def _logits_of_few_tokens(model: Any) -> Tensor:
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.arange(1, 9, device=model.device)[None] % vocabulary  # [1, S]
     with evaluating(model):

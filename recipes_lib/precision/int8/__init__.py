@@ -32,8 +32,8 @@ Source     Jacob et al., arXiv 1712.05877; Dettmers et al., "LLM.int8()", arXiv 
 Shapes: M rows, K inputs, N outputs of a layer. An embedding that shares its weight with the output
 layer stays as it is.
 
-kernels      its products, with packed weights and with a plain tensor of them
-sensitivity  which layers suffer from 8 bits, by measurement
+packed_weights  its products, with weights packed for FBGEMM and with a plain tensor of them
+sensitivity     which layers suffer from 8 bits, by measurement
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from recipes_lib.precision._packed_linear import (
     refuse_backward,
     with_packed_layers,
 )
-from recipes_lib.precision.int8.kernels import (
+from recipes_lib.precision.int8.packed_weights import (
     has_packed_kernel,
     packed_weights,
     plain_product,

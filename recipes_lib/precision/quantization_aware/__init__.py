@@ -135,7 +135,7 @@ def apply_quantization_aware(
             ranges of its activations. None: the steps of training give them.
     """
     grids = Grids(weight_bits, group, activation_bits, output_bits, embedding_bits)
-    return _aware(model, grids, calibration)
+    return _train_on_grids(model, grids, calibration)
 
 
 def remove_quantization_aware(model: Any) -> Any:
@@ -156,7 +156,7 @@ def convert_quantization_aware(model: Any) -> Any:
     Activations are still rounded as they come. Nothing trains any more. Embedding and output layer
     get a table each, where their grids differ.
     """
-    return _fixed(model, by="convert_quantization_aware")
+    return _put_on_grids(model, by="convert_quantization_aware")
 
 
 @proves("rounds", bound=0.5, tried_with=AT_FIRST)
@@ -177,7 +177,7 @@ def apply_rounding(
     a network with convolutions needs `calibration` for the ranges of its activations.
     """
     grids = Grids(weight_bits, group, activation_bits, output_bits, embedding_bits)
-    return _fixed(_aware(model, grids, calibration), by="apply_rounding")
+    return _put_on_grids(_train_on_grids(model, grids, calibration), by="apply_rounding")
 
 
 # --- which layers get which grid ------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Grids:
         return self.weight_bits, self.group
 
 
-def _aware(model: Any, grids: Grids, calibration: Tensor | None) -> Any:
+def _train_on_grids(model: Any, grids: Grids, calibration: Tensor | None) -> Any:
     _require_rounding_means_what_it_says(model, grids.output_bits)
     found = []
     for name, layer in model.named_modules():
@@ -290,7 +290,7 @@ def _mixin(layer: nn.Module) -> type | None:
 
 
 @torch.no_grad()
-def _fixed(model: Any, *, by: str) -> Any:
+def _put_on_grids(model: Any, *, by: str) -> Any:
     for layer in _convolutions(model):
         if layer.activation_bits is not None and not getattr(layer, LIMITS).isfinite().all():
             raise ValueError(

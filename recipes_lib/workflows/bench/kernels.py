@@ -202,7 +202,9 @@ def compare_norms(*, rows: int, hidden: int, rounds: int = 20) -> dict[str, Norm
     weight = torch.rand(hidden, device=device).add(0.5)  # [D]
     ways = _ways_to_normalize(hidden)
 
-    errors = {name: _error(name, way, x, weight) for name, way in ways.items()}  # it warms up, too
+    errors = {
+        name: _error_of_norm(name, way, x, weight) for name, way in ways.items()
+    }  # it warms up, too
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for names in there_and_back(list(ways), rounds=rounds):
         for name in names:
@@ -233,7 +235,7 @@ def _ways_to_normalize(hidden: int) -> dict[str, NormWay]:
     return {"plain": plain, "PyTorch": pytorch, "LayerNorm": layer_norm, "compiled": compiled}
 
 
-def _error(name: str, way: NormWay, x: Tensor, weight: Tensor) -> float:
+def _error_of_norm(name: str, way: NormWay, x: Tensor, weight: Tensor) -> float:
     """The largest difference to the formula in fp64, relative to the largest value."""
     wide = x.double()
     if name == "LayerNorm":

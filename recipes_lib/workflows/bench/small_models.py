@@ -86,21 +86,24 @@ def compare_architectures(
     seconds: dict[str, list[float]] = {name: [] for name in ARCHITECTURES}
     models: dict[str, Any] = {}
     for seed in seeds:
-        models = {name: _build(name, seed) for name in ARCHITECTURES}
-        batches = _batches(train, first=1000 * seed, count=steps)
+        models = {name: _small_model(name, seed) for name in ARCHITECTURES}
+        batches = _batches_from_step(train, first=1000 * seed, count=steps)
         for name, took in train_side_by_side(models, batches, steps, RATE).items():
             seconds[name] += took
             losses[name].append(held_out_loss(models[name], held_out))
-    return {name: _trained(model, seconds[name], losses, name) for name, model in models.items()}
+    return {
+        name: _trained_with_seed(model, seconds[name], losses, name)
+        for name, model in models.items()
+    }
 
 
-def _batches(text: Tensor, *, first: int, count: int) -> Iterator[Tensor]:
+def _batches_from_step(text: Tensor, *, first: int, count: int) -> Iterator[Tensor]:
     """Rows [B, S] of the steps from this number on."""
     for number in range(first, first + count):
         yield rows_of(text, SIZES["rows"], SIZES["seq_len"], seed=number)
 
 
-def _trained(
+def _trained_with_seed(
     model: Any, seconds: list[float], losses: dict[str, list[float]], name: str
 ) -> Trained:
     beyond = [loss - base for loss, base in zip(losses[name], losses[BASELINE])]
@@ -142,15 +145,15 @@ def pool_and_heal(
     held_out = rows_of(bytes_of("validation"), HELD_OUT_ROWS, SIZES["seq_len"], seed=0)
     found = []
     for seed in seeds:
-        model = _build(BASELINE, seed)
-        batches = _batches(text, first=1000 * seed, count=steps)
+        model = _small_model(BASELINE, seed)
+        batches = _batches_from_step(text, first=1000 * seed, count=steps)
         train_side_by_side({"trained": model}, batches, steps, RATE)
         whole = copy.deepcopy(model)
         trained = held_out_loss(model, held_out)
         apply_grouped_query_attention(model, kv_heads=1)
         pooled = held_out_loss(model, held_out)
         both = {"pooled": model.train(), "whole": whole.train()}
-        batches = _batches(text, first=1000 * seed + steps, count=healing_steps)
+        batches = _batches_from_step(text, first=1000 * seed + steps, count=healing_steps)
         train_side_by_side(both, batches, healing_steps, RATE)
         healed = held_out_loss(model, held_out)
         found.append(Healing(trained, pooled, healed, held_out_loss(whole, held_out)))
@@ -185,7 +188,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
 }
 
 
-def _build(name: str, seed: int) -> Any:
+def _small_model(name: str, seed: int) -> Any:
     from transformers import AutoModelForCausalLM, Starcoder2Config
 
     options, change = ARCHITECTURES[name]

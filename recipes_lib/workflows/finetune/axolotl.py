@@ -133,10 +133,10 @@ def axolotl_config(run: Settings, *, tokenizer: Any) -> dict[str, Any]:
     }
     if run.report_to != "none":
         config[f"use_{run.report_to}"] = True
-    return config | _adapter(run)
+    return config | _adapter_of_axolotl(run)
 
 
-def _adapter(run: Settings) -> dict[str, Any]:
+def _adapter_of_axolotl(run: Settings) -> dict[str, Any]:
     if run.method == "full":
         return {}
     config = {

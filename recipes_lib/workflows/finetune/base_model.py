@@ -26,8 +26,7 @@ from recipes_lib.core.model.vocabulary import grow_vocabulary, stop_at
 from recipes_lib.core.ranks import rank
 from recipes_lib.core.ranks.agreement import same_error_on_all_ranks
 from recipes_lib.fine_tuning.adapter_files import base_fingerprint
-from recipes_lib.fine_tuning.lora import target_linears
-from recipes_lib.fine_tuning.qlora import block_size_of, check_gradient_flow
+from recipes_lib.fine_tuning.qlora import check_gradient_flow
 from recipes_lib.parallel.quantized_shards.nf4_linear import pack_layers
 from recipes_lib.workflows.finetune import shards
 from recipes_lib.workflows.finetune.loop import adapt, micro_batches
@@ -67,20 +66,7 @@ def placed(run: Settings) -> Settings:
             f"{here.memory_bytes / GIB:.1f}: several devices divide them, torchrun "
             f"--nproc-per-node {max(2, ranks)} -m recipes_lib finetune … --shard"
         )
-    if shard and run.method == "qlora":
-        _check_rows_of_scales(model)
     return dataclasses.replace(run, shard=shard)
-
-
-def _check_rows_of_scales(model: Any) -> None:
-    """Raise ValueError for layers whose scales would lie on two ranks."""
-    for name, layer in target_linears(model).items():
-        size = block_size_of(name, layer)
-        if layer.in_features % size:
-            raise ValueError(
-                f"{name} has {layer.in_features} inputs, and {size} weights share a scale, so a "
-                f"row is not divided in 4 bits: take --method lora"
-            )
 
 
 def _dtype_of_base(run: Settings) -> torch.dtype:

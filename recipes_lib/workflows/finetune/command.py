@@ -12,32 +12,21 @@ The folder then holds the adapter, the log, and the file with which Axolotl repe
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
 import os
 import re
-import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.tokens_and_labels import Row
-from recipes_lib.core.measure import PeakMemory
-from recipes_lib.core.measure.machine import machine, seed_everything
-from recipes_lib.core.model import load_config
-from recipes_lib.core.model.causal_lm import longest_text
-from recipes_lib.core.model.vocabulary import check_vocabulary
+from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.ranks import meet, rank
-from recipes_lib.fine_tuning.adapter_files import save_adapter
-from recipes_lib.training.sequence_packing import check_document_mask, pack_sequences
-from recipes_lib.training.tracking import Tracker, track
+from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.workflows.finetune.axolotl import write_axolotl
 from recipes_lib.workflows.finetune.base_model import (
     adapted,
@@ -46,35 +35,24 @@ from recipes_lib.workflows.finetune.base_model import (
     load_base,
     placed,
 )
-from recipes_lib.workflows.finetune.data import Data, load_data, tokenizer_of
-from recipes_lib.workflows.finetune.evaluation import (
-    difference_of,
-    held_out_loss,
-    lines_that_generate,
-    model_card,
-)
-from recipes_lib.workflows.finetune.loop import (
-    CHECKPOINT,
-    CHECKPOINTS,
-    Step,
+from recipes_lib.workflows.finetune.checkpoints import checkpoint_of, facts_in
+from recipes_lib.workflows.finetune.checks import (
+    check_output,
+    check_packing,
+    check_rows,
     check_run,
-    checkpoint_of,
-    facts_in,
-    keeps_checkpoint,
-    micro_batches,
-    training_steps,
+    check_unfinished,
 )
-from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, Settings
+from recipes_lib.workflows.finetune.data import Data, load_data, tokenizer_of
+from recipes_lib.workflows.finetune.held_out_loss import difference_of, held_out_loss
+from recipes_lib.workflows.finetune.loop import training_steps
+from recipes_lib.workflows.finetune.model_card import lines_that_generate, model_card
+from recipes_lib.workflows.finetune.result import result_folder, save_result
+from recipes_lib.workflows.finetune.settings import Settings
+from recipes_lib.workflows.finetune.step_log import Announce, log_steps, say_nothing
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 STEP_LINE = re.compile(r"step (\d+): loss (\S+),")  # what log_steps prints
-BESIDE_THE_RESULT = ("log", "axolotl", "axolotl.yml", CHECKPOINT, CHECKPOINTS)
-
-Announce = Callable[[str], None]  # takes a few words on what is going on now
-
-
-def say_nothing(words: str) -> None:
-    """What is announced where nobody listens."""
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -126,7 +104,7 @@ def finetune(
         columns=columns,
     )
     run = data.run
-    _check_rows([*data.rows, *data.held_out], tokenizer, run=run, added=added)
+    check_rows([*data.rows, *data.held_out], tokenizer, run=run, added=added)
     rows, run = _packed(data, epochs)
     check_unfinished(run)
     check_run(rows, run=run, folder=folder, resume=resume)
@@ -141,7 +119,7 @@ def finetune(
     check_run(rows, run=run, folder=folder, resume=resume, base=base)
     model = base_to_measure(whole, run)
     if run.packing:
-        check_packing(model, rows, run=run, pad_token_id=pad)
+        check_packing(model, rows, pad_token_id=pad)
 
     announce("held-out loss before")
     before = held_out_loss(model, data.held_out, "before", run=run, pad_token_id=pad)
@@ -207,164 +185,6 @@ def _where_it_goes_on(run: Settings) -> str:
         f"{words}, of a run of {there['steps']} steps: from step {there['done']} on the learning "
         f"rate is that of a run of {run.steps}, so it rises where the other had come near 0"
     )
-
-
-def _check_rows(
-    rows: Sequence[Row], tokenizer: Any, *, run: Settings, added: Mapping[str, int]
-) -> None:
-    """Refuse rows beyond the positions or the tokens of the base, before it is loaded."""
-    check_positions(run, longest=max(len(row["input_ids"]) for row in rows))
-    size = load_config(run.base_model).get_text_config().vocab_size
-    size = max([size, *(token + 1 for token in added.values())])
-    check_vocabulary(rows, tokenizer=tokenizer, size=size)
-
-
-def result_folder(run: Settings) -> Path:
-    """Where the trained weights go: it exists when a run is finished, and not before."""
-    return Path(run.output_dir) / ("model" if run.method == "full" else "adapter")
-
-
-def save_result(model: Any, tokenizer: Any, *, run: Settings, base: str, card: str) -> None:
-    """Save the adapters, or the whole model with its tokenizer: whole or not at all."""
-    result = result_folder(run)
-    if run.method != "full":
-        # A shorter run may have left its own.
-        save_adapter(model, result, base=base, card=card, tokenizer=tokenizer, overwrite=True)
-        return
-    # Saving takes several files: the folder gets its name when all are written.
-    scratch = result.with_name("model.part")
-    model.save_pretrained(scratch)
-    tokenizer.save_pretrained(scratch)
-    (scratch / "README.md").write_text(card)
-    if result.exists():
-        shutil.rmtree(result)
-    os.replace(scratch, result)
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-def check_output(run: Settings, held_out_file: str | None, *, resume: bool) -> None:
-    """Raise ValueError if the run would overwrite what it reads, or what another one has left."""
-    folder = Path(run.output_dir)
-    if folder.is_file():
-        raise ValueError(f"output_dir={str(folder)!r} is a file: give the name of a folder")
-    inputs = [Path(file).resolve() for file in (*run.data_files, held_out_file) if file]
-    for name in (result_folder(run).name, *BESIDE_THE_RESULT):
-        path = folder / name
-        # A run that goes on has left them itself, unless it reads them.
-        left_by_another = path.exists() and not resume
-        is_read = any(file.is_relative_to(path.resolve()) for file in inputs)
-        if left_by_another or is_read:
-            raise ValueError(
-                f"{path} would be overwritten: "
-                f"resume the run it belongs to, or choose another folder"
-            )
-
-
-def check_unfinished(run: Settings) -> None:
-    """Raise ValueError for a folder with a result, if there are no other steps to go on to."""
-    result = result_folder(run)
-    if not result.exists():
-        return
-    folder = Path(run.output_dir)
-    goes_on = checkpoint_of(run, folder).exists()
-    if goes_on and facts_in(run, folder)["done"] != run.steps:
-        return
-    raise ValueError(
-        f"{result} is there already, a finished run: choose another folder, or go on with "
-        f"--resume and more --steps"
-    )
-
-
-def check_packing(model: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int) -> None:
-    """Raise ValueError if the model cannot keep the documents of a packed row apart."""
-    packed = [row for row in rows if row["position_ids"].count(0) > 1]
-    if not packed:
-        return
-    device = str(model.device)
-    batches = micro_batches(packed[:1], run=run, pad_token_id=pad_token_id, device=device)
-    try:
-        check_document_mask(model, batches[0])
-    except RuntimeError as error:
-        raise ValueError(f"{error} (--no-packing)") from error
-
-
-def check_positions(run: Settings, *, longest: int) -> None:
-    """Raise ValueError if a row of `longest` tokens is more than the base model was made for.
-
-    It would read positions that it has never seen, without an error. A packed row may be longer:
-    each of its documents begins at position 0.
-    """
-    positions = longest_text(load_config(run.base_model))
-    if positions is not None and longest > positions:
-        raise ValueError(
-            f"the longest row has {longest} tokens, and {run.base_model} knows {positions} "
-            f"positions: leave out the long rows with --seq-len {positions} --drop-long"
-        )
-
-
-# --- the log --------------------------------------------------------------------------------------
-
-
-def log_steps(steps: Iterable[Step], run: Settings, *, announce: Announce = say_nothing) -> None:
-    """Print every step, and log it to the tracker of `run.report_to`.
-
-    On a CPU the memory account slows every operator, so it ends with the third step: AdamW has
-    its states by then.
-    """
-    seconds: list[float] = []
-    with contextlib.ExitStack() as log, contextlib.ExitStack() as account:
-        tracker: Tracker | None = None
-        memory = account.enter_context(PeakMemory())
-        for count, step in enumerate(steps, 1):
-            if tracker is None and run.report_to != "none" and rank() == 0:
-                # A resumed run says only now at which step it goes on.
-                tracker = log.enter_context(open_log(run, first_step=step.number))
-            speed = step.tokens / step.seconds  # of text: padding does not count
-            if tracker is not None:
-                tracker.log(
-                    step.number,
-                    loss=step.loss,
-                    gradient_norm=step.gradient_norm,
-                    learning_rate=step.learning_rate,
-                    tokens_per_second=speed,
-                    peak_bytes=memory.peak,
-                )
-                if keeps_checkpoint(step.number, run=run):
-                    tracker.flush()  # the checkpoint comes next
-            seconds.append(step.seconds)
-            done = f"{step.number + 1} of {run.steps} done{_rest(seconds, step.number, run)}"
-            line = f"step {step.number}: loss {step.loss:.6f}, {speed:,.0f} tokens/s, {done}"
-            if not step.updated:
-                line += "; it changed nothing, because gradients overflowed in fp16"
-            print(line, flush=True)
-            announce(f"training: {done}")
-            if count == 3 and machine().device == "cpu":
-                account.close()
-
-
-def _rest(seconds: Sequence[float], number: int, run: Settings) -> str:
-    """The time that the steps after step `number` will take: ", 0:03:00 left"."""
-    steps = run.steps - number - 1
-    if steps == 0:
-        return ""
-    # The last ones: the first steps of a process are slower.
-    left = datetime.timedelta(seconds=round(steps * statistics.median(seconds[-5:])))
-    return f", {left} left"
-
-
-def open_log(run: Settings, *, first_step: int) -> Tracker:
-    """The run's log in `<output_dir>/log`; one that is there is continued at `first_step`."""
-    folder = Path(run.output_dir) / "log"
-    settings = {name: str(value) for name, value in dataclasses.asdict(run).items()}
-    for name in MAY_CHANGE_ON_RESUME:
-        del settings[name]
-    resume_step = None
-    if folder.exists():
-        resume_step = first_step
-        del settings["steps"]  # a longer run; MLflow would refuse another value
-    return track(folder, settings=settings, resume_step=resume_step, backend=run.report_to)
 
 
 # --- in a process of its own ----------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Data:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tokenized:
+class _TokenizedPair:
     """A pair with its place and its rows: some templates make several of one conversation."""
 
     place: str
@@ -98,7 +98,7 @@ def load_data(
         )
     else:
         found = _pairs_of_standard_library(tokenizer, run, limit)
-        trained, held_out = (_tokenized(tokenizer, pairs, length) for pairs in found)
+        trained, held_out = (_tokenize_pairs(tokenizer, pairs, length) for pairs in found)
 
     # Checked before packing, which would hide which row is too long.
     if longest:
@@ -124,14 +124,14 @@ def load_data(
     for each in [*trained, *held_out]:
         if "text" not in each.pair:  # a text may hold marks of a template, and they are learnt
             check_labels(each.rows, tokenizer, place=each.place)
-    print(f"learnt of {trained[0].place}: {_learnt(tokenizer, trained[0])}")
+    print(f"learnt of {trained[0].place}: {_learnt_text(tokenizer, trained[0])}")
     ends = learnt_ends(tokenizer, [each.rows[-1] for each in trained])
     if not ends:
         print(_without_an_end(tokenizer, trained[0]))
     return Data([each.pair for each in trained], rows, held_out_rows, run, ends)
 
 
-def _without_an_end(tokenizer: Any, pair: _Tokenized) -> str:
+def _without_an_end(tokenizer: Any, pair: _TokenizedPair) -> str:
     """What is to be done where no answer ends with a token."""
     answer = pair.pair.get("completion", pair.pair.get("text", ""))
     if "messages" in pair.pair:
@@ -174,7 +174,7 @@ def _pairs_of_files(
     limit: int | None,
     length: int | None,
     columns: Mapping[str, str] | None,
-) -> tuple[list[_Tokenized], list[_Tokenized]]:
+) -> tuple[list[_TokenizedPair], list[_TokenizedPair]]:
     """Pairs to train on, and pairs held out: what is trained on proves nothing."""
     files = [placed_pairs(dataset=file, columns=columns) for file in run.data_files]
     read = itertools.chain.from_iterable(files)
@@ -185,11 +185,11 @@ def _pairs_of_files(
     found = [each.columns for each in [*placed, *held_out_placed] if each.columns]
     for words in dict.fromkeys(found):
         print(f"columns: {words}")
-    pairs = _tokenized(tokenizer, placed, length)
-    held_out = _tokenized(tokenizer, held_out_placed, length)
+    pairs = _tokenize_pairs(tokenizer, placed, length)
+    held_out = _tokenize_pairs(tokenizer, held_out_placed, length)
     if not held_out_file:
         if len(pairs) < FEW and all("text" in each.pair for each in pairs):
-            pairs = [part for each in pairs for part in _parts(tokenizer, each)]
+            pairs = [part for each in pairs for part in _parts_of_text(tokenizer, each)]
         held_out = pairs[::HELD_OUT_EVERY]
         pairs = [pair for i, pair in enumerate(pairs) if i % HELD_OUT_EVERY != 0]
 
@@ -203,16 +203,16 @@ def _pairs_of_files(
     return others, held_out
 
 
-def _parts(tokenizer: Any, text: _Tokenized) -> list[_Tokenized]:
+def _parts_of_text(tokenizer: Any, text: _TokenizedPair) -> list[_TokenizedPair]:
     """Each row of a text by itself, so that some of a single book can be held out."""
     parts = []
     for number, row in enumerate(text.rows):
         words = tokenizer.decode(row["input_ids"], skip_special_tokens=True)
-        parts.append(_Tokenized(f"{text.place}, part {number}", {"text": words}, [row]))
+        parts.append(_TokenizedPair(f"{text.place}, part {number}", {"text": words}, [row]))
     return parts
 
 
-def _learnt(tokenizer: Any, pair: _Tokenized) -> str:
+def _learnt_text(tokenizer: Any, pair: _TokenizedPair) -> str:
     """What carries loss in the rows of a pair, as text."""
     targets = [label for row in pair.rows for label in row["labels"] if label != IGNORED]
     text = repr(tokenizer.decode(targets))
@@ -251,18 +251,20 @@ def _pairs_of_standard_library(
 # --- rows, and how long they are ------------------------------------------------------------------
 
 
-def _tokenized(tokenizer: Any, pairs: Sequence[PlacedPair], length: int | None) -> list[_Tokenized]:
+def _tokenize_pairs(
+    tokenizer: Any, pairs: Sequence[PlacedPair], length: int | None
+) -> list[_TokenizedPair]:
     found = []
     for each in pairs:
         try:
             rows = rows_of(tokenizer, each.pair, length=length)
         except ValueError as error:
             raise ValueError(f"{each.place}: {error}") from error
-        found.append(_Tokenized(each.place, each.pair, rows))
+        found.append(_TokenizedPair(each.place, each.pair, rows))
     return found
 
 
-def _length_of_the_longest(pairs: Sequence[_Tokenized]) -> int:
+def _length_of_the_longest(pairs: Sequence[_TokenizedPair]) -> int:
     """Tokens of the longest row; prints which it is, for one odd row can be far from the others."""
     by_length = sorted(pairs, key=lambda each: each.length)
     longest = by_length[-1]
@@ -273,7 +275,7 @@ def _length_of_the_longest(pairs: Sequence[_Tokenized]) -> int:
     return longest.length
 
 
-def _long_ones(pairs: Sequence[_Tokenized], seq_len: int) -> str:
+def _long_ones(pairs: Sequence[_TokenizedPair], seq_len: int) -> str:
     """Rows of more than `seq_len` tokens in words, held out or not: those take memory, too."""
     long = [each for each in pairs if each.length > seq_len]
     if not long:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from recipes_lib.core.data import Batch, collate
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.data.tokens_and_labels import Row
-from recipes_lib.core.measure.machine import machine, synchronize
-from recipes_lib.core.model.checkpoint_state import check_same_run
+from recipes_lib.core.measure.machine import synchronize
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.weighted_step import rank_rows
@@ -38,11 +35,16 @@ from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precisio
 from recipes_lib.training.exact_resume import load_checkpoint, save_checkpoint
 from recipes_lib.training.gradient_accumulation import accumulate_gradients, count_targets
 from recipes_lib.training.sequence_packing import collate_packed
-from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, PRECISIONS, Settings
+from recipes_lib.workflows.finetune.checkpoints import (
+    CHECKPOINT,
+    CHECKPOINTS,
+    checkpoint_of,
+    facts_in,
+    facts_of,
+    keeps_checkpoint,
+)
+from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings
 from recipes_lib.workflows.finetune.shards import at_rest
-
-CHECKPOINT = "checkpoint.pt"
-CHECKPOINTS = "checkpoints"  # of a model in parts: a folder with a file of each rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +79,10 @@ def training_steps(
     that are packed (they have `position_ids`) are trained as such.
 
     Args:
-        folder: keep a checkpoint there every `run.save_steps` steps. `check_run` refuses that of
-            another run.
+        folder: keep a checkpoint there every `run.save_steps` steps.
         resume: go on from the checkpoint in `folder`, if there is one.
         base: fingerprint of the base model; a resumed run must have the same.
     """
-    if folder is not None:
-        check_run(rows, run=run, folder=folder, resume=resume, base=base)
     if run.shard:
         at_rest(model)  # the optimizer is given parts
     optimizer, schedule, precision = optimizer_of(model, run=run)
@@ -196,12 +195,6 @@ def micro_batches(
     return batches
 
 
-def keeps_checkpoint(number: int, *, run: Settings) -> bool:
-    """Whether a checkpoint follows optimizer step `number`, from 0."""
-    done = number + 1
-    return done == run.steps or done % run.save_steps == 0
-
-
 # --- what the loop is made of ---------------------------------------------------------------------
 
 
@@ -234,61 +227,3 @@ def optimizer_of(model: Any, *, run: Settings) -> tuple[torch.optim.Optimizer, A
     if model.dtype is torch.float16:
         dtype = torch.float16
     return optimizer, schedule, mixed_precision(dtype=dtype)
-
-
-def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
-    """What a resumed run must share: settings that change the training, the data, the base."""
-    facts = dataclasses.asdict(run)
-    for name in MAY_CHANGE_ON_RESUME:
-        del facts[name]
-    content = hashlib.sha256()
-    for row in rows:
-        content.update(json.dumps([row["input_ids"], row["labels"]]).encode())
-    facts["data"] = content.hexdigest()[:16]
-    facts["base"] = base
-    facts["device"] = machine().device
-    return json.loads(json.dumps(facts, default=str))
-
-
-def checkpoint_of(run: Settings, folder: Path) -> Path:
-    """The file that is there if `run` has a checkpoint in `folder`."""
-    return folder / CHECKPOINTS / "LATEST" if run.shard else folder / CHECKPOINT
-
-
-def facts_in(run: Settings, folder: Path) -> dict[str, Any]:
-    """The facts of the run whose checkpoint is in `folder`, and `done`, its number of steps."""
-    if run.shard:
-        place = in_parts.latest_checkpoint(folder / CHECKPOINTS)
-        saved = json.loads((place / "run.json").read_text(encoding="utf-8"))
-    else:
-        file = folder / CHECKPOINT
-        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return saved["facts"]["run"] | {"done": saved["step"]}
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-def check_run(
-    rows: Sequence[Row], *, run: Settings, folder: Path, resume: bool, base: str = ""
-) -> None:
-    """Refuse what cannot train, and a folder with the checkpoint of another run.
-
-    The base is compared when its fingerprint is known.
-    """
-    if run.optimizer.startswith("paged") and machine().device == "cpu":
-        raise ValueError(f"optimizer={run.optimizer!r} needs a GPU: choose another")
-    if len(rows) < run.rows_per_step:
-        raise ValueError(f"{len(rows)} rows are fewer than rows_per_step={run.rows_per_step}")
-    if not checkpoint_of(run, folder).exists():
-        return
-    if not resume:
-        raise ValueError(
-            f"{folder} holds the checkpoint of a run: resume it, or choose another folder"
-        )
-    there = facts_in(run, folder)
-    done = there.pop("done")
-    if run.steps < done:
-        raise ValueError(f"steps={run.steps}: the checkpoint in {folder} has {done} already")
-    here = facts_of(run, rows, base or there["base"]) | {"steps": there["steps"]}
-    check_same_run(checkpoint_of(run, folder), saved={"run": there}, given={"run": here})

@@ -45,7 +45,7 @@ def in_background(function: Callable[..., Any], *, path: str | Path, **arguments
         return done
     # A copy. The executor's own pickling would move the tensors into shared memory, in a thread and
     # at a time of its own, when the next cell may change them.
-    return _process().submit(_work, function, path, pickle.dumps(arguments))
+    return _process().submit(_work_in_process, function, path, pickle.dumps(arguments))
 
 
 @functools.cache
@@ -53,15 +53,15 @@ def _process() -> ProcessPoolExecutor:
     """One process, which starts with the first job and ends with this one."""
     # Not a fork: this process has threads, of PyTorch and of the notebook.
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_begin)
+    return ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_begin_process)
 
 
-def _begin() -> None:
+def _begin_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # to interrupt a cell does not end the export
     torch.set_num_threads(1)  # the other core is the notebook's
 
 
-def _work(function: Callable[..., Any], path: Path, copied: bytes) -> Any:
+def _work_in_process(function: Callable[..., Any], path: Path, copied: bytes) -> Any:
     """In the other process: all that it prints, the C++ of libraries included, goes to the log."""
     with path.with_name(f"{path.name}.log").open("w") as log:
         for stream in (sys.stdout, sys.stderr):

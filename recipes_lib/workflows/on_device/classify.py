@@ -47,7 +47,7 @@ def image_logits(model: Any, images: Tensor | Images, *, batch_size: int = 250) 
     answers = []
     with _in_eval_mode(model):
         for batch in images.split(batch_size):
-            answers.append(_logits(model(_placed_for(model, batch))).float().cpu())
+            answers.append(_logits_of_images(model(_placed_for(model, batch))).float().cpu())
     return torch.cat(answers)
 
 
@@ -60,7 +60,7 @@ def accuracy(model: Any, images: Images, *, batch_size: int = 250) -> float:
     return (chosen == images.labels.cpu()).double().mean().item()
 
 
-def _logits(answer: Any) -> Tensor:
+def _logits_of_images(answer: Any) -> Tensor:
     if hasattr(answer, "logits"):
         answer = answer.logits
     if isinstance(answer, list | tuple) and answer:
@@ -130,10 +130,10 @@ def train_classifier(
         model.train().to(memory_format=torch.channels_last)
         for _ in range(epochs):
             sum_of_losses = 0.0
-            for batch, labels in _batches(images, batch_size, shift, generator):
+            for batch, labels in _batches_of_images(images, batch_size, shift, generator):
                 batch = _placed_for(model, batch).contiguous(memory_format=torch.channels_last)
                 labels = labels.to(batch.device)
-                of_batch = loss(_logits(model(batch)), batch, labels)
+                of_batch = loss(_logits_of_images(model(batch)), batch, labels)
                 optimizer.zero_grad()
                 of_batch.backward()
                 optimizer.step()
@@ -160,7 +160,7 @@ def _cross_entropy(logits: Tensor, _images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels)
 
 
-def _batches(
+def _batches_of_images(
     images: Images, batch_size: int, shift: int, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The batches of one epoch in a new order: images [B, C, H, W] and labels [B]."""

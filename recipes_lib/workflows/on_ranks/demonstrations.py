@@ -83,28 +83,28 @@ def ring_by_hand() -> float:
 
 def data_parallel_by_hand() -> float:
     """Gradients that are averaged after backward against those of DDP's buckets."""
-    plain = _small(SMALL, TOKENS)
+    plain = _small_llama(SMALL, TOKENS)
     wrapped = apply_data_parallel(copy.deepcopy(plain))
     batch = _rows_of_this_rank(2 * world_size(), TOKENS)
     for model in (plain, wrapped):
-        _backward(model, batch)
+        _backward_of_all(model, batch)
     averaged_by_hand(plain)
-    return _largest(plain, wrapped.module, of="grad")
+    return _largest_difference(plain, wrapped.module, of="grad")
 
 
 def zero_by_hand() -> float:
     """A step in which each rank updates the parameters that it owns, against ZeRO-1."""
-    plain = _small(SMALL, TOKENS)
+    plain = _small_llama(SMALL, TOKENS)
     trained, theirs = apply_zero(copy.deepcopy(plain), torch.optim.SGD, stage=1, lr=0.1)
     batch = _rows_of_this_rank(2 * world_size(), TOKENS)
     for model in (plain, trained):
-        _backward(model, batch)
+        _backward_of_all(model, batch)
     parameters = list(plain.parameters())
     owners = owners_of([each.numel() for each in parameters], ranks=world_size())
     owned = [each for each, owner in zip(parameters, owners, strict=True) if owner == rank()]
     step_of_own_part(parameters, owners, torch.optim.SGD(owned, lr=0.1))
     theirs.step()
-    return _largest(plain, trained.module, of="data")
+    return _largest_difference(plain, trained.module, of="data")
 
 
 def sharded_layer_by_hand() -> float:
@@ -123,7 +123,7 @@ def sharded_layer_by_hand() -> float:
     return max(in_output, in_gradient).item()
 
 
-def _small(sizes: dict[str, int], tokens: int) -> Any:
+def _small_llama(sizes: dict[str, int], tokens: int) -> Any:
     return small_llama(sizes=sizes, tokens=tokens).to(group_device())
 
 
@@ -133,14 +133,14 @@ def _rows_of_this_rank(rows: int, tokens: int) -> Batch:
     return own_rows(batch)
 
 
-def _backward(model: Any, batch: Batch) -> None:
+def _backward_of_all(model: Any, batch: Batch) -> None:
     """The gradients of the mean over the tokens of all ranks."""
     tokens = tokens_of_all_ranks([batch])
     with averaging(model, now=True):
         (sum_of_losses(model, batch) * world_size() / tokens).backward()
 
 
-def _largest(model: Any, other: Any, *, of: str) -> float:
+def _largest_difference(model: Any, other: Any, *, of: str) -> float:
     """The largest difference of parameters (of="data") or gradients (of="grad")."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     differences = [(getattr(a, of) - getattr(b, of)).abs().max() for a, b in pairs]
@@ -157,7 +157,7 @@ def lanes_of_a_step(
 
     A single step says little of the time: any of them may have been interrupted.
     """
-    model = _small(sizes, tokens)
+    model = _small_llama(sizes, tokens)
     wrapped = apply_data_parallel(model, bucket_megabytes=bucket_megabytes)
     optimizer = adamw(wrapped.parameters(), Options())
     recorder = LaneRecorder(wrapped)
@@ -172,10 +172,10 @@ def lanes_of_a_step(
     for _ in range(RECORDED_STEPS):
         distributed.barrier()
         recorded.append(recorder.record(step))
-    return sorted(recorded, key=_length)[RECORDED_STEPS // 2]
+    return sorted(recorded, key=_length_of_step)[RECORDED_STEPS // 2]
 
 
-def _length(lanes: Lanes) -> float:
+def _length_of_step(lanes: Lanes) -> float:
     """Seconds from the begin of the step to the end of its last part."""
     return max(part.end for part in (*lanes.compute, *lanes.communication))
 
@@ -184,7 +184,7 @@ def grid_of_a_pipeline(
     *, schedule: str, sizes: dict[str, int], rows: int, tokens: int, micro_batches: int
 ) -> list[Action]:
     """What every rank of a pipeline did when, in one step after one that warms up."""
-    model = _small(sizes, tokens)
+    model = _small_llama(sizes, tokens)
     stages = apply_pipeline_parallel(model, schedule=schedule, micro_batches=micro_batches)
     (batch,) = byte_batches(steps=1, rows=rows, tokens=tokens)
     batch = {name: tensor.to(group_device()) for name, tensor in batch.items()}
@@ -195,7 +195,7 @@ def grid_of_a_pipeline(
 
 def dtypes_in_sixteen_bits(*, sizes: dict[str, int], rows: int, tokens: int) -> dict[str, str]:
     """Under FSDP2 with bf16 parameters: the dtype of everything that a step is made of."""
-    model = _small(sizes, tokens)
+    model = _small_llama(sizes, tokens)
     apply_fully_sharded(model, parameter_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     optimizer = adamw(model.parameters(), Options())
     own = _rows_of_this_rank(rows, tokens)
@@ -210,7 +210,7 @@ def strategies_in_bytes(
     own = _rows_of_this_rank(rows, tokens)
     found = {}
     for strategy in SHARDING:
-        model = _small(sizes, tokens)
+        model = _small_llama(sizes, tokens)
         found[strategy] = measured_strategy(model, strategy, own)
     return found
 
@@ -223,7 +223,7 @@ def losses_across_a_checkpoint(
     From step 0 on it begins anew; from any other it continues what `folder` holds, whoever saved
     it.
     """
-    model = _small(sizes, tokens)
+    model = _small_llama(sizes, tokens)
     apply_fully_sharded(model)
     optimizer = adamw(model.parameters(), Options())
     run = {"sizes": sorted(sizes.items()), "rows": rows, "tokens": tokens}
@@ -240,7 +240,7 @@ def losses_across_a_checkpoint(
 
 def stalls_of_a_save(*, folder: str, sizes: dict[str, int], tokens: int) -> dict[str, float]:
     """Seconds for which a save stops the training: in the foreground, and in the background."""
-    model = _small(sizes, tokens)
+    model = _small_llama(sizes, tokens)
     apply_fully_sharded(model)
     optimizer = adamw(model.parameters(), Options())
     own = _rows_of_this_rank(world_size(), tokens)

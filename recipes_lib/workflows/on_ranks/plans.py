@@ -105,8 +105,8 @@ def _in_stages(model: Any, *, rows: int, tokens: int, ranks: int, micro_batches:
             model, rows=rows, tokens=tokens, ranks=ranks, rank=rank
         )
         plans.append(RankPlan(kept, sent))
-    return max(plans, key=_total)
+    return max(plans, key=_total_of_plan)
 
 
-def _total(plan: RankPlan) -> int:
+def _total_of_plan(plan: RankPlan) -> int:
     return plan.kept.total

@@ -136,7 +136,7 @@ def tensor_parallel(model: Any, options: Options) -> Training:
     def step(batch: Batch) -> float:
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        _update(model, optimizer, options)
+        _update_weights(model, optimizer, options)
         return loss.item()
 
     return Training(model, optimizer, step)
@@ -156,7 +156,7 @@ def sharded_and_cut(model: Any, options: Options) -> Training:
         loss = model(**rows, num_items_in_batch=tokens, use_cache=False).loss
         # FSDP averages over the pairs, and the gradient of the whole batch is their sum.
         (loss * mesh["data"].size()).backward()
-        _update(model, optimizer, options)
+        _update_weights(model, optimizer, options)
         (total,) = sums_over_ranks(loss.item(), mesh=mesh["data"])
         return total
 
@@ -173,7 +173,7 @@ def context_parallel(model: Any, options: Options, *, kind: str) -> Training:
         loss = model(**part).loss  # of the own tokens, divided by the number of all
         loss.backward()
         sum_gradients(model)
-        _update(model, optimizer, options)
+        _update_weights(model, optimizer, options)
         return loss_of_all(model, loss)
 
     return Training(model, optimizer, step)
@@ -194,7 +194,7 @@ def pipeline(model: Any, options: Options) -> Training:
     return Training(torch.nn.ModuleList(stages.stages), optimizer, step)
 
 
-def _update(model: Any, optimizer: torch.optim.Optimizer, options: Options) -> None:
+def _update_weights(model: Any, optimizer: torch.optim.Optimizer, options: Options) -> None:
     clip_gradients(model.parameters(), options.max_norm)
     optimizer.step()
     optimizer.zero_grad()

@@ -141,7 +141,7 @@ def train_on_ranks(
     return _of_the_fullest_rank(held[-1], traffic, losses, seconds)
 
 
-def _kept(held: RankBytes) -> int:
+def _kept_bytes_of(held: RankBytes) -> int:
     return held.parameters + held.gradients + held.states
 
 
@@ -162,7 +162,7 @@ def _of_the_fullest_rank(
     """The bytes of the rank that holds most; losses and times are those of every rank."""
     of_all: list[Any] = [None] * world_size()
     distributed.all_gather_object(of_all, (held, traffic))
-    fullest, its_traffic = max(of_all, key=lambda pair: _kept(pair[0]))
+    fullest, its_traffic = max(of_all, key=lambda pair: _kept_bytes_of(pair[0]))
     return RankRun(
         ranks=world_size(),
         losses=losses,
@@ -191,7 +191,7 @@ def bytes_on_one_of(*, strategy: str, ranks: int, sizes: dict[str, int], tokens:
     for place in (0, ranks - 1) if strategy.startswith("pipeline") else (0,):
         with pretended_ranks(ranks, rank=place):
             found.append(_bytes_of_a_step(strategy, sizes, tokens))
-    return max(found, key=_kept)
+    return max(found, key=_kept_bytes_of)
 
 
 def _bytes_of_a_step(strategy: str, sizes: dict[str, int], tokens: int) -> RankBytes:

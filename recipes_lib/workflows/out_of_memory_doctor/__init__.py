@@ -152,14 +152,14 @@ def diagnose(
         )
     check_whole(batch_size=batch_size, gpus=gpus)
     check_whole(least=2, seq_len=seq_len)  # the first token of a row is nobody's target
-    device, limit = _device(model, memory_bytes, card, message)
+    device, limit = _card_and_memory(model, memory_bytes, card, message)
     if device is None:
         helpful = _recipes_of("host")
     names = tuple(recipe.name for recipe in helpful)
     host = psutil.virtual_memory().total
     question = Question(model, batch_size, seq_len, device, limit, host, names, gpus)
     tried = Remedies(question)
-    findings += _assumed(question)
+    findings += _what_it_stands_on(question)
     findings += _findings_about(tried, failed=bool(error), said=memory_bytes)
     lines = []
     if tried.advised:
@@ -240,7 +240,7 @@ def _recipes_of(place: str) -> list[Remedy]:
     return kept
 
 
-def _device(
+def _card_and_memory(
     model: Any, memory_bytes: int | None, card: str | None, message: Message | None
 ) -> tuple[Card | None, float]:
     """The GPU that is asked about, or None for a CPU; and the bytes that tensors may take there."""
@@ -283,7 +283,7 @@ def _cards_sold_with(size: float) -> list[Card]:
     return sorted(sold, key=operator.attrgetter("memory_bytes"))
 
 
-def _assumed(question: Question) -> list[str]:
+def _what_it_stands_on(question: Question) -> list[str]:
     """What the answer stands on, and how far it can be trusted."""
     model, card = question.model, question.card
     on = f"{card.name} (capability {card.capability[0]}.{card.capability[1]})" if card else "a CPU"

@@ -101,12 +101,12 @@ def read_message(error: str) -> Message:
     text = " ".join(error.split())  # a terminal may have wrapped it
     for line in SOURCES.strip().splitlines():
         allocator, place, form = line.split(" | ", 2)
-        match = re.search(_expression(form), text)
+        match = re.search(_expression_of_line(form), text)
         if match:
             found = match.groupdict()
             if place == "{place}":
                 place = PLACES.get(found["place"], found["place"])
-            return _message(allocator, place, found)
+            return _message_of_line(allocator, place, found)
     raise ValueError(
         f"this is not an out-of-memory error that is known here: {text[:200]!r}. Three questions "
         f"decide: is the memory of the GPU (nvidia-smi) or of the host (free -h) full in the "
@@ -115,7 +115,7 @@ def read_message(error: str) -> Message:
     )
 
 
-def _expression(form: str) -> str:
+def _expression_of_line(form: str) -> str:
     """The regular expression of a line: "a … {asked}" becomes "a(?:.*?(?P<asked>size))?"."""
     first, *others = form.split(" … ")
     whole = first + "".join(f"(?:.*?{part})?" for part in others)
@@ -125,7 +125,7 @@ def _expression(form: str) -> str:
     return re.sub(r"\{([a-z]+)\}", r"(?P<\1>SIZE)", whole).replace("SIZE", SIZE)
 
 
-def _message(allocator: str, place: str, found: dict[str, str | None]) -> Message:
+def _message_of_line(allocator: str, place: str, found: dict[str, str | None]) -> Message:
     said = {}
     for name, words in found.items():
         if words is not None and name not in ("place", "device"):

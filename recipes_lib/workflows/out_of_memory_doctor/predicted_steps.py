@@ -70,7 +70,7 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
     batch = {"input_ids": ids, "labels": ids}
 
     def build() -> tuple[Any, Any, Any]:
-        model = _shallow(question.model, stack, layers)
+        model = _with_fewer_blocks(question.model, stack, layers)
         if "tiled MLP" in stack:
             apply_tiled_mlp(model, norms=True, check=False)
         if "checkpointing" in stack:
@@ -80,7 +80,7 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
         if "FSDP" in stack:
             shard = apply_quantized_shards if "QLoRA" in stack else apply_fully_sharded
             shard(model)
-        return model, _optimizer(model, stack, micro_batches), step
+        return model, _optimizer_of_stack(model, stack, micro_batches), step
 
     def step(model: Any, optimizer: Any) -> None:
         around = contextlib.nullcontext()
@@ -98,7 +98,7 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
     return build
 
 
-def _shallow(model: Any, stack: Stack, layers: int) -> Any:
+def _with_fewer_blocks(model: Any, stack: Stack, layers: int) -> Any:
     """`model` with fewer blocks, made from its configuration, and the adapters of the stack."""
     config = copy.deepcopy(model.config)  # for the dtype is written into it
     text = config.get_text_config()
@@ -116,7 +116,7 @@ def _shallow(model: Any, stack: Stack, layers: int) -> Any:
     return shallow
 
 
-def _optimizer(model: Any, stack: Stack, micro_batches: int) -> Any:
+def _optimizer_of_stack(model: Any, stack: Stack, micro_batches: int) -> Any:
     if "16-bit AdamW" in stack:
         return sixteen_bit_adamw(model, lr=LR)
     if "8-bit AdamW" in stack:

@@ -15,17 +15,12 @@ from recipes_lib.fine_tuning.adapter_files import base_fingerprint, load_adapter
 from recipes_lib.training.sequence_packing import pack_sequences
 from recipes_lib.workflows.finetune import base_model as base_of_run
 from recipes_lib.workflows.finetune import command
-from recipes_lib.workflows.finetune.command import (
-    check_output,
-    check_packing,
-    check_positions,
-    run_command,
-)
+from recipes_lib.workflows.finetune.checkpoints import CHECKPOINT
+from recipes_lib.workflows.finetune.checks import check_output, check_packing, check_positions
+from recipes_lib.workflows.finetune.command import run_command
 from recipes_lib.workflows.finetune.data import Data
-from recipes_lib.workflows.finetune.loop import CHECKPOINT
 from tests.training.events import read_back
 from tests.workflows.finetune.shared import (
-    RUN,
     SAVE_STEPS,
     STEPS,
     change,
@@ -298,8 +293,6 @@ def test_a_base_that_one_device_cannot_hold_is_refused(small_model, pairs, tmp_p
     assert place(3.9, **two, method="full") is True
     with pytest.raises(ValueError, match=r"weights, gradients and states .* --nproc-per-node 3"):
         place(1.9, **two, method="full")
-    with pytest.raises(ValueError, match="a row is not divided in 4 bits: take --method lora"):
-        place(9, **two, method="qlora", shard=True)
 
 
 def test_no_file_of_the_user_is_overwritten(small_model, pairs, tmp_path):
@@ -323,10 +316,10 @@ def test_packing_is_refused_where_documents_are_not_kept_apart():
     document = {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}
     rows = pack_sequences([document] * 2, length=8)
     model = model_of_shape("tiny-llama", device="cpu")
-    check_packing(model, rows, run=RUN, pad_token_id=0)
+    check_packing(model, rows, pad_token_id=0)
     forward = model.forward
     model.forward = lambda position_ids, **inputs: forward(**inputs)
     with pytest.raises(ValueError, match=r"a document sees its neighbour.*--no-packing"):
-        check_packing(model, rows, run=RUN, pad_token_id=0)
+        check_packing(model, rows, pad_token_id=0)
     with torch.no_grad():  # one document per row has no neighbour
-        check_packing(model, pack_sequences([document], length=8), run=RUN, pad_token_id=0)
+        check_packing(model, pack_sequences([document], length=8), pad_token_id=0)

@@ -12,12 +12,9 @@ from recipes_lib.core.data import collate
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.ranks import rank
 from recipes_lib.training.sequence_packing import pack_sequences
-from recipes_lib.workflows.finetune.loop import (
-    CHECKPOINT,
-    check_run,
-    facts_in,
-    training_steps,
-)
+from recipes_lib.workflows.finetune.checkpoints import CHECKPOINT, facts_in
+from recipes_lib.workflows.finetune.checks import check_run
+from recipes_lib.workflows.finetune.loop import training_steps
 from recipes_lib.workflows.finetune.shards import in_shards
 from tests.workflows.finetune.shared import RUN, apart, change, fresh, losses_of, make_rows
 
@@ -176,7 +173,7 @@ def test_what_cannot_train_is_refused():
     nothing = {"folder": Path("nothing"), "resume": False}
     with pytest.raises(ValueError, match="12 rows are fewer than rows_per_step=16"):
         check_run(make_rows(), run=change(rows_per_step=16), **nothing)
-    with mock.patch("recipes_lib.workflows.finetune.loop.machine") as here:
+    with mock.patch("recipes_lib.workflows.finetune.checks.machine") as here:
         here.return_value.device = "cpu"
         with pytest.raises(ValueError, match="needs a GPU"):
             check_run(make_rows(), run=change(optimizer="paged_adamw_8bit"), **nothing)
@@ -189,9 +186,8 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path):
     begun = training_steps(fresh(), rows, run=run, pad_token_id=0, folder=tmp_path, base="a")
     next(begun)
     next(begun)  # the second step keeps the first
-    anew = training_steps(fresh(), rows, run=run, pad_token_id=0, folder=tmp_path)
     with pytest.raises(ValueError, match="resume it, or choose another folder"):
-        next(anew)
+        check_run(rows, run=run, folder=tmp_path, resume=False)
     goes_on = {"folder": tmp_path, "resume": True}
     check_run(rows, run=run, **goes_on)  # before its base is loaded
     for name, value in {"learning_rate": 1.0, "rows_per_step": 2}.items():

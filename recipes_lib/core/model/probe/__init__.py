@@ -29,7 +29,7 @@ A model on "meta" or without data, and one in parts over ranks, is not probed. N
 causal LM: the technique says so in its own words.
 
 outcome    what a model does with a few tokens, and the comparison of two outcomes
-documents  whether two documents in a row read each other
+leak_between_documents  whether two documents in a row read each other
 undo       gives a model back all that it had
 """
 
@@ -44,7 +44,8 @@ from typing import Any
 import torch
 
 from recipes_lib.core.model.causal_lm import FULL_ATTENTIONS, decoder_blocks, is_causal_lm
-from recipes_lib.core.model.probe.documents import documents_leak, require_one_document
+from recipes_lib.core.model.one_document import require_one_document
+from recipes_lib.core.model.probe.leak_between_documents import documents_leak
 from recipes_lib.core.model.probe.outcome import (
     TOKENS,
     Limits,
@@ -165,7 +166,7 @@ class Proof:
         self.dtype = autocast
         self.shared = shared_between_blocks(model)
         try:
-            self.before = self._outcome(model)
+            self.before = outcome(model, promise=self.limits.promise, autocast=self.dtype)
         except Exception as error:
             raise ValueError(
                 f"{type(model).__name__} fails on {TOKENS} tokens before anything has changed, so "
@@ -193,15 +194,10 @@ class Proof:
         if not rounds and shared_between_blocks(changed) != self.shared:
             return "blocks that shared a weight no longer do"
         with counted_attention(changed) as calls:
-            got = self._outcome(changed)
+            got = outcome(changed, promise=self.limits.promise, autocast=self.dtype)
         if self.kernel and not calls:
             return "no layer calls the attention that it names"
         return difference(self.before, got, self.limits, self.dtype or precision_of(changed))
-
-    def _outcome(self, model: Any) -> dict[str, Any]:
-        # Also off where a user has it on: limits are those of the model's own dtype.
-        with torch.autocast(model.device.type, self.dtype, enabled=self.dtype is not None):
-            return outcome(model, self.limits.promise)
 
 
 def _one_line(error: Exception) -> str:

@@ -55,15 +55,24 @@ def row_of(model: Any) -> dict[str, Tensor | bool]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask, "use_cache": False}
 
 
-def outcome(model: Any, promise: str) -> dict[str, Tensor | None]:
+def outcome(
+    model: Any, *, promise: str, autocast: torch.dtype | None = None
+) -> dict[str, Tensor | None]:
     """The loss, the logits of what is no padding, and gradients; those of both ends are enough."""
+    # Without a dtype it is off, also where a user has it on: limits are those of the model's own.
+    with torch.autocast(model.device.type, autocast, enabled=autocast is not None):
+        return _loss_logits_and_gradients(model, promise)
+
+
+def _loss_logits_and_gradients(model: Any, promise: str) -> dict[str, Tensor | None]:
+    """Each by its name, of two rows of tokens; without gradients where weights are rounded."""
     row = row_of(model)
     if promise == "rounds":
         with undisturbed(model, training=False):
-            return _forward(model, row)[0]
+            return _loss_and_logits(model, row)[0]
     wanted = watched(model, promise)
     with undisturbed(model, training=True):
-        found, loss = _forward(model, row)
+        found, loss = _loss_and_logits(model, row)
         if not wanted:
             return found
         gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
@@ -72,7 +81,7 @@ def outcome(model: Any, promise: str) -> dict[str, Tensor | None]:
     return found
 
 
-def _forward(model: Any, row: dict) -> tuple[dict[str, Tensor | None], Tensor]:
+def _loss_and_logits(model: Any, row: dict) -> tuple[dict[str, Tensor | None], Tensor]:
     out = model(**row)
     found = {"loss": out.loss.detach()}
     if out.logits is not None:  # a loss in chunks makes none
@@ -140,7 +149,7 @@ def difference(old: dict, new: dict, limits: Limits, dtype: torch.dtype) -> str 
     """What of two outcomes is not as promised, in a few words; None if all is."""
     size = torch.linalg.vector_norm if limits.promise == "rounds" else largest
     gradients = {name: value for name, value in new.items() if name.startswith("gradient")}
-    dead = _dead(new, gradients, limits.promise)
+    dead = _not_finite_or_missing(new, gradients, limits.promise)
     if dead:
         return dead
     sizes = [size(value).item() for value in gradients.values() if value is not None]
@@ -148,7 +157,7 @@ def difference(old: dict, new: dict, limits: Limits, dtype: torch.dtype) -> str 
     if sizes and top == 0:
         return "no gradient arrives"
     off = {}
-    for name in _compared(old, new, limits.promise):
+    for name in _names_to_compare(old, new, limits.promise):
         before, after = as_numbers(old[name]), as_numbers(new[name])
         # A gradient that is small beside the others may be off by a share of theirs.
         least = top / 100 if name in gradients else 1e-30
@@ -161,7 +170,8 @@ def difference(old: dict, new: dict, limits: Limits, dtype: torch.dtype) -> str 
     return None
 
 
-def _dead(new: dict, gradients: dict, promise: str) -> str | None:
+def _not_finite_or_missing(new: dict, gradients: dict, promise: str) -> str | None:
+    """A number that is none, or an adapter that learns nothing, in a few words."""
     for name, value in new.items():
         if value is not None and not value.isfinite().all():
             return f"the {name} is not finite"
@@ -172,7 +182,8 @@ def _dead(new: dict, gradients: dict, promise: str) -> str | None:
     return None
 
 
-def _compared(old: dict, new: dict, promise: str) -> list[str]:
+def _names_to_compare(old: dict, new: dict, promise: str) -> list[str]:
+    """What a promise is about: all of it, or the loss and the logits."""
     names = [name for name in old if name in new]
     if promise in ("exact", "function"):
         return names

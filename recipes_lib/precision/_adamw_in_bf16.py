@@ -1,4 +1,4 @@
-"""What the AdamWs with numbers in bf16 share: a step in chunks, random bits, exact resuming.
+"""An AdamW with numbers in bf16: a step in chunks, stochastic rounding, exact resuming.
 
     parameter, exp_avg, exp_avg_sq   ->   flat, in chunks   ->   fp32, AdamW, rounded, written back
 
@@ -100,18 +100,21 @@ class ChunkedAdamW(torch.optim.Optimizer):
                 loss = closure()
         # Every step has a seed of its own, so a checkpoint can resume on other devices.
         seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
-        drawn: dict[torch.device, _Bits] = {}
+        drawn: dict[torch.device, _RoundingBits] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 device = parameter.device
                 if device not in drawn:
-                    drawn[device] = _Bits(self._largest_chunk(device), device, seed)
-                self._update(parameter, group, drawn[device])
+                    drawn[device] = _RoundingBits(self._largest_chunk(device), device, seed)
+                self._update_parameter(parameter, group, drawn[device])
         return loss
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any], bits: _Bits) -> None:
+    def _update_parameter(
+        self, parameter: torch.Tensor, group: dict[str, Any], bits: _RoundingBits
+    ) -> None:
+        """Update a parameter and its averages, chunk by chunk, so that fp32 copies stay small."""
         state = self.state[parameter]
         if not state:
             state.update(self.first_state(parameter, group))
@@ -139,7 +142,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
         gradient: torch.Tensor,
         step: int,
         group: dict[str, Any],
-        bits: _Bits,
+        bits: _RoundingBits,
     ) -> None:
         """Update a chunk [n] of weight, exp_avg and exp_avg_sq in place."""
         values = [part.float() for part in parts]  # what is fp32 is updated where it is
@@ -184,7 +187,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
         self._seeds.set_state(state_dict["seeds"].cpu())
 
 
-class _Bits:
+class _RoundingBits:
     """The random bits of one step on one device.
 
     Drawing random numbers costs more than the update, so a step draws them once. Every tensor of

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from recipes_lib.precision._adam import random_bits, stochastic_round
+from recipes_lib.precision._adamw_in_bf16 import random_bits, stochastic_round
 from recipes_lib.precision.pure_bf16 import bf16_adamw
 from recipes_lib.precision.sixteen_bit_adam import sixteen_bit_adamw
 

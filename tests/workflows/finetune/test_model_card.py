@@ -1,34 +1,15 @@
-"""A batch fits where the training fits; the card says what a result is."""
+"""The card says what a result is, and how to ask it."""
 
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
 from recipes_lib.core.model.default_model import SMOLLM2, model_source
 from recipes_lib.fine_tuning.honest_evaluation import RowLosses
-from recipes_lib.workflows.finetune import evaluation
-from recipes_lib.workflows.finetune.evaluation import (
-    held_out_loss,
-    lines_that_generate,
-    model_card,
-)
-from tests.workflows.finetune.shared import RUN, change, make_rows
-
-
-@pytest.mark.parametrize(
-    ("micro_batch_size", "longest", "batch_size"), [(1, 64, 1), (2, 64, 2), (2, 20, 6), (4, 9, 8)]
-)
-def test_a_batch_is_not_larger_than_one_of_the_training(micro_batch_size, longest, batch_size):
-    """The mistake: eight rows at a time, where the training fits with one."""
-    run = change(micro_batch_size=micro_batch_size)
-    rows = make_rows(8, shortest=longest, longest=longest)
-    with mock.patch.object(evaluation, "held_out_losses", return_value=LOSSES) as measured:
-        held_out_loss(None, rows, "before", run=run, pad_token_id=0)
-    assert measured.call_args.kwargs["batch_size"] == batch_size
-
+from recipes_lib.workflows.finetune.model_card import lines_that_generate, model_card
+from tests.workflows.finetune.shared import RUN, change
 
 LOSSES = RowLosses(torch.tensor([2.0, 4.0]), torch.tensor([1, 1]))
 LOWER = RowLosses(torch.tensor([1.0, 3.0]), torch.tensor([1, 1]))

@@ -1,4 +1,4 @@
-"""The products of int8 layers, and what their operators demand.
+"""The products of int8 layers, with packed weights or plain ones, and what their operators demand.
 
 On a CPU with FBGEMM, the weights lie in the order in which it reads them (packed):
 
@@ -76,7 +76,7 @@ class PackedWeights:
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         zeros = torch.zeros(len(weight), dtype=torch.long)
         scale = scale.double() / self.divisor
-        with _fbgemm(), warnings.catch_warnings():
+        with _packing_for_fbgemm(), warnings.catch_warnings():
             # That such tensors will go. Here one lives for a line.
             warnings.filterwarnings("ignore", message=".*quantized tensor creation")
             quantized = torch._make_per_channel_quantized_tensor(weight, scale, zeros, 0)
@@ -84,7 +84,7 @@ class PackedWeights:
         self._reduce_range = reduced_range()
 
     def whole_numbers(self) -> Tensor:
-        with _fbgemm():
+        with _packing_for_fbgemm():
             weight, _ = torch.ops.quantized.linear_unpack(self._packed)
         return weight.int_repr()
 
@@ -200,7 +200,7 @@ def _in_dtype_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _fbgemm() -> Iterator[None]:
+def _packing_for_fbgemm() -> Iterator[None]:
     """Packing is for the engine that is set; oneDNN's and QNNPACK's are slower here."""
     before = torch.backends.quantized.engine
     torch.backends.quantized.engine = "fbgemm"

@@ -1,0 +1,56 @@
+"""The checkpoints of a run: when one is kept, which file it is, and which run it belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes_lib.core.data.tokens_and_labels import Row
+from recipes_lib.core.measure.machine import machine
+from recipes_lib.parallel.checkpoint import latest_checkpoint
+from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, Settings
+
+CHECKPOINT = "checkpoint.pt"
+CHECKPOINTS = "checkpoints"  # of a model in parts: a folder with a file of each rank
+
+
+def keeps_checkpoint(number: int, *, run: Settings) -> bool:
+    """Whether a checkpoint follows optimizer step `number`, from 0."""
+    done = number + 1
+    return done == run.steps or done % run.save_steps == 0
+
+
+def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
+    """What a resumed run must share: settings that change the training, the data, the base."""
+    facts = dataclasses.asdict(run)
+    for name in MAY_CHANGE_ON_RESUME:
+        del facts[name]
+    content = hashlib.sha256()
+    for row in rows:
+        content.update(json.dumps([row["input_ids"], row["labels"]]).encode())
+    facts["data"] = content.hexdigest()[:16]
+    facts["base"] = base
+    facts["device"] = machine().device
+    return json.loads(json.dumps(facts, default=str))
+
+
+def checkpoint_of(run: Settings, folder: Path) -> Path:
+    """The file that is there if `run` has a checkpoint in `folder`."""
+    return folder / CHECKPOINTS / "LATEST" if run.shard else folder / CHECKPOINT
+
+
+def facts_in(run: Settings, folder: Path) -> dict[str, Any]:
+    """The facts of the run whose checkpoint is in `folder`, and `done`, its number of steps."""
+    if run.shard:
+        place = latest_checkpoint(folder / CHECKPOINTS)
+        saved = json.loads((place / "run.json").read_text(encoding="utf-8"))
+    else:
+        file = folder / CHECKPOINT
+        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return saved["facts"]["run"] | {"done": saved["step"]}
