@@ -36,7 +36,7 @@ def noise_to(path: Path | str | None = None) -> Iterator[IO[str]]:
         path: a text file, made with its folder where it does not exist. None: a file that is
             deleted when the block ends.
     """
-    with _open(path) as log, warnings.catch_warnings():
+    with _open_log(path) as log, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = (sys.stdout, sys.stderr)
         for stream in before:
@@ -63,7 +63,7 @@ def noise_to(path: Path | str | None = None) -> Iterator[IO[str]]:
                 os.close(copy)
 
 
-def _open(path: Path | str | None) -> IO[str]:
+def _open_log(path: Path | str | None) -> IO[str]:
     if path is None:
         return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
     path = Path(path)

@@ -78,6 +78,7 @@ class InputOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        """Run the block once more, with a graph, and go back through it."""
         hidden = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             output = ctx.block(hidden)  # [B, S, D], and now with everything that backward needs
@@ -124,6 +125,7 @@ class Checkpointed:
     argument_names: tuple[str, ...]  # of the block's forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block under PyTorch's `checkpoint`, but for generation, which wants its cache."""
         if generates(self, args, kwargs):
             return super().forward(*args, **kwargs)
         args, kwargs = without_caches(

@@ -123,14 +123,16 @@ def eight_bit_adamw(
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     params = model_or_params
     if isinstance(model_or_params, torch.nn.Module):
-        params = _groups(model_or_params, embedding_bits)
+        params = _groups_of_tables_and_others(model_or_params, embedding_bits)
     optimizer = _bitsandbytes_adamw()(params, min_8bit_size=SMALLEST, is_paged=paged, **options)
-    if paged and _on_cpu(optimizer):
+    if paged and _has_cpu_parameters(optimizer):
         raise ValueError("paged=True moves states between GPU and host: on a CPU pass paged=False")
     return optimizer
 
 
-def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]:
+def _groups_of_tables_and_others(
+    model: torch.nn.Module, embedding_bits: int
+) -> list[dict[str, Any]]:
     """Trainable parameters, those of the embeddings apart."""
     tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     trainable = parameters_to_train(model)
@@ -141,7 +143,7 @@ def _groups(model: torch.nn.Module, embedding_bits: int) -> list[dict[str, Any]]
     return [group for group in groups if group["params"]]
 
 
-def _on_cpu(optimizer: torch.optim.Optimizer) -> bool:
+def _has_cpu_parameters(optimizer: torch.optim.Optimizer) -> bool:
     for group in optimizer.param_groups:
         if any(parameter.device.type == "cpu" for parameter in group["params"]):
             return True

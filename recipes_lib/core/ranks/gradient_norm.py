@@ -66,14 +66,14 @@ def _by_place(parameters: list[nn.Parameter]) -> dict[Place, list[torch.Tensor]]
     found: dict[Place, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None:
-            found.setdefault(_place_of(parameter), [])
+            found.setdefault(_mesh_of_gradient(parameter), [])
             continue
         gradient = _summed(parameter.grad)
-        found.setdefault(_place_of(gradient), []).append(_own_part(gradient))
+        found.setdefault(_mesh_of_gradient(gradient), []).append(_own_part(gradient))
     return found
 
 
-def _place_of(tensor: torch.Tensor) -> Place:
+def _mesh_of_gradient(tensor: torch.Tensor) -> Place:
     if not isinstance(tensor, DTensor):
         return None, ()
     whole = [place.is_replicate() or place.is_partial() for place in tensor.placements]

@@ -59,7 +59,7 @@ class Traffic:
 def count_traffic() -> Iterator[Traffic]:
     """Count every collective of this rank inside of the context."""
     traffic = Traffic()
-    with _Counter(traffic):
+    with _TrafficCounter(traffic):
         yield traffic
 
 
@@ -91,7 +91,7 @@ KINDS = {
 OF_PARTS = ("all_gather", "gather", "scatter")  # every operator has a part, and not all the whole
 
 
-class _Counter(TorchDispatchMode):
+class _TrafficCounter(TorchDispatchMode):
     """Sees every operator before it runs. What an operator calls inside is not seen again."""
 
     def __init__(self, traffic: Traffic) -> None:
@@ -103,7 +103,7 @@ class _Counter(TorchDispatchMode):
         kind = _kind_of(func._schema.name)
         if kind is not None:
             names = [argument.name for argument in func._schema.arguments]
-            self._enter(kind, dict(zip(names, args)) | kwargs)
+            self._enter_call(kind, dict(zip(names, args)) | kwargs)
         elif func._schema.name == "_c10d_functional::batch_p2p_ops":
             directions, _, _, tensors, *_ = args
             for direction, tensor in zip(directions, tensors):
@@ -111,8 +111,8 @@ class _Counter(TorchDispatchMode):
                     self._traffic.add("send", tensor_bytes(tensor))
         return func(*args, **kwargs)
 
-    def _enter(self, kind: str, given: dict[str, Any]) -> None:
-        group = _group_of(given)
+    def _enter_call(self, kind: str, given: dict[str, Any]) -> None:
+        group = _group_of_call(given)
         sizes = [size for size in map(_bytes_of, given.values()) if size > 0]
         if kind in OF_PARTS:
             whole = min(sizes, default=0) * group.size()
@@ -141,7 +141,7 @@ def _bytes_of(value: Any) -> int:
     return sum(tensor_bytes(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _group_of(given: dict[str, Any]) -> ProcessGroup:
+def _group_of_call(given: dict[str, Any]) -> ProcessGroup:
     group = given.get("process_group", given.get("group_name"))
     if isinstance(group, str):
         return _resolve_process_group(group)

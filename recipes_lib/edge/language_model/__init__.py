@@ -242,6 +242,7 @@ def _require_what_executorch_runs(model: Any, max_length: int) -> None:
 
 
 def _check_groups_divide_rows(model: Any, group: int) -> None:
+    """Raise ValueError unless groups of 4-bit weights divide the rows of all layers."""
     if group % GROUP_UNIT != 0:
         raise ValueError(f"group={group}: XNNPACK's kernels take multiples of {GROUP_UNIT}")
     for number, block in enumerate(decoder_blocks(model)):

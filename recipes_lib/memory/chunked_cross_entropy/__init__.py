@@ -200,6 +200,7 @@ class ChunkedLoss(LossWithGradients):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, rows, targets, divisor, plan, softcap, training):
+        """The loss of some rows of logits after the other, each with its gradients."""
         gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
         layer = LayerProducts(weight, bias, plan.products)
         room = layer.room(min(plan.rows, len(rows)))  # [C, V]

@@ -103,6 +103,7 @@ class LaneRecorder:
     # --- moments of the compute lane
 
     def _hooks_of_step(self) -> Iterator[Any]:
+        """Where the moments of the compute lane are noted: blocks, forward and backward."""
         blocks = decoder_blocks(self._model.module)
         yield self._model.register_forward_pre_hook(self._stamp_forward("forward embedding"))
         for number, block in enumerate(blocks):
@@ -133,6 +134,7 @@ class LaneRecorder:
     # --- the record
 
     def _lanes(self, end: Moment) -> Lanes:
+        """Both lanes, in seconds since the first forward began."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         begin = self._moments[0][1]

@@ -147,6 +147,7 @@ def measured_strategy(model: Any, strategy: str, batch: Batch) -> StrategyBytes:
 
 
 def _wrapped_by_strategy(model: Any, strategy: str) -> Any:
+    """The model under DDP, or sharded in one of three ways."""
     if strategy == "no shard":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if strategy == "gradients and states":

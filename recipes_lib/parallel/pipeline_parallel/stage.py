@@ -74,6 +74,7 @@ class Stage(nn.Module):
         return self._whole_names[name]
 
     def _names_in(self, model: Any) -> dict[str, str]:
+        """The name in the whole model of each parameter of the stage."""
         modules = {module: name for name, module in model.named_modules()}
         names = {}
         for own, module in self.named_modules():

@@ -165,6 +165,7 @@ def _check_rows_once(model: Any, mesh: DeviceMesh) -> None:
     """At the first forward, see whether all ranks got the same rows. A sampler may cut them."""
 
     def check(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Raise ValueError on every rank if the rows differ."""
         handle.remove()
         ids = options.get("input_ids", inputs[0] if inputs else None)
         if ids is None or dry():

@@ -217,6 +217,7 @@ class Grids:
 
 
 def _train_on_grids(model: Any, grids: Grids, calibration: Tensor | None) -> Any:
+    """Mix rounding into each layer that has bits, and give convolutions a range of their input."""
     _require_rounding_means_what_it_says(model, grids.output_bits)
     found = []
     for name, layer in model.named_modules():
@@ -291,6 +292,7 @@ def _mixin(layer: nn.Module) -> type | None:
 
 @torch.no_grad()
 def _put_on_grids(model: Any, *, by: str) -> Any:
+    """Each weight becomes what is left of it on its grid; nothing of the model trains."""
     for layer in _convolutions(model):
         if layer.activation_bits is not None and not getattr(layer, LIMITS).isfinite().all():
             raise ValueError(

@@ -102,13 +102,13 @@ class AwareConv2d(InputInRange):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.activation_bits is not None and (self.observing or self.training):
-            self._move_limits(x.detach())
+            self._widen_range(x.detach())
         if self.observing:
             return super().forward(x)
         weight = RoundedWeight.apply(self.weight, self.weight_bits, None)
         return self._conv_forward(self.rounded_input(x), weight, self.bias)
 
-    def _move_limits(self, x: Tensor) -> None:
+    def _widen_range(self, x: Tensor) -> None:
         limits = getattr(self, LIMITS)
         low, high = x.aminmax()
         if not limits.isfinite().all():
@@ -175,15 +175,15 @@ def token_steps(x: Tensor, bits: int) -> Steps:
     """Each token of x [..., K] on a grid from its smallest to its largest number."""
     x = x.detach().float()
     # In 16 bits a level of 8 bits would be missed by rounding: all of this is fp32.
-    return _steps(x, x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True), bits)
+    return _steps_from_lowest(x, x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True), bits)
 
 
 def range_steps(x: Tensor, limits: Tensor, bits: int) -> Steps:
     """All of x on one grid, between the two `limits` [2]."""
-    return _steps(x.detach().float(), limits[0], limits[1], bits)
+    return _steps_from_lowest(x.detach().float(), limits[0], limits[1], bits)
 
 
-def _steps(x: Tensor, low: Tensor, high: Tensor, bits: int) -> Steps:
+def _steps_from_lowest(x: Tensor, low: Tensor, high: Tensor, bits: int) -> Steps:
     lowest, highest = levels_of(bits)
     low = low.clamp(max=0)  # zero is one of the levels
     high = high.clamp(min=0)

@@ -202,9 +202,8 @@ def compare_norms(*, rows: int, hidden: int, rounds: int = 20) -> dict[str, Norm
     weight = torch.rand(hidden, device=device).add(0.5)  # [D]
     ways = _ways_to_normalize(hidden)
 
-    errors = {
-        name: _error_of_norm(name, way, x, weight) for name, way in ways.items()
-    }  # it warms up, too
+    # It warms up, too.
+    errors = {name: _error_of_norm(name, way, x, weight) for name, way in ways.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for names in there_and_back(list(ways), rounds=rounds):
         for name in names:

@@ -126,6 +126,7 @@ def _expression_of_line(form: str) -> str:
 
 
 def _message_of_line(allocator: str, place: str, found: dict[str, str | None]) -> Message:
+    """The sizes that a text has named, and those that follow from them."""
     said = {}
     for name, words in found.items():
         if words is not None and name not in ("place", "device"):

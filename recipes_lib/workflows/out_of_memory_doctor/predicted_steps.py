@@ -117,6 +117,7 @@ def _with_fewer_blocks(model: Any, stack: Stack, layers: int) -> Any:
 
 
 def _optimizer_of_stack(model: Any, stack: Stack, micro_batches: int) -> Any:
+    """The optimizer of the stack, or AdamW."""
     if "16-bit AdamW" in stack:
         return sixteen_bit_adamw(model, lr=LR)
     if "8-bit AdamW" in stack:

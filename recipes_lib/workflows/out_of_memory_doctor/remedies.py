@@ -193,19 +193,19 @@ class Remedies:
     def __init__(self, question: Question) -> None:
         self.question = question
         self._plain = functools.cache(self._plain_step)  # its sizes are looked at once
-        self.rows = self._rows()
+        self.rows = self._rows_of_list()
         self.advised = in_order_of_advice(self.rows)
 
-    def _rows(self) -> list[Remedy]:
+    def _rows_of_list(self) -> list[Remedy]:
         """As it is, and for each price the cheapest stack that fits; none where there is no need.
 
         A stack that does not fit is shown if it comes clearly closer than those before.
         """
-        rows = [self._remedy(())]
+        rows = [self._remedy_of_stack(())]
         if rows[0].fits:
             return rows
         for paid in prices_of(self.question):
-            tried = [self._remedy(stack) for stack in stacks_of(self.question, paid)]
+            tried = [self._remedy_of_stack(stack) for stack in stacks_of(self.question, paid)]
             fitting = [remedy for remedy in tried if remedy.fits]
             remedy = fitting[0] if fitting else min(tried, key=_peak_of)
             if remedy.fits or remedy.peak < CLOSER * min(map(_peak_of, rows)):
@@ -214,7 +214,7 @@ class Remedies:
                 break
         return rows
 
-    def _remedy(self, stack: Stack) -> Remedy:
+    def _remedy_of_stack(self, stack: Stack) -> Remedy:
         question = self.question
         peak = self.peak(stack, question.length)
         costs = dict.fromkeys(RECIPES[name].costs for name in stack)

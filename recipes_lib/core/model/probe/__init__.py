@@ -91,6 +91,7 @@ def proves(
 
         @functools.wraps(apply)
         def wrapper(model: Any, *args: Any, check: bool = True, **options: Any) -> Any:
+            """Apply inside of a proof, and undo what breaks the promise."""
             signature.bind(model, *args, **options)  # a wrong name is Python's own TypeError
             if not check or not can_be_probed(model):
                 with undone_on_error(model, apply.__name__):
