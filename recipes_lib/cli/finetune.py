@@ -10,12 +10,10 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 if TYPE_CHECKING:
     from recipes_lib.workflows.finetune.settings import Settings
@@ -117,20 +115,16 @@ def finetune(
     with _ranks_of_torchrun():
         run = _settings(context.params)
         print(machine())
-        # A turning wheel below the lines of the run, with what goes on now; in a pipe there is
-        # none, in one of Jupyter's either, which forces colors on all that it starts.
-        with Console(force_terminal=sys.stdout.isatty()).status("fine-tuning") as wheel:
-            command.finetune(
-                run,
-                held_out_file=None if held_out is None else _without_tilde(held_out),
-                limit=limit,
-                longest=seq_len == AUTO,
-                drop_long=drop_long,
-                resume=resume,
-                epochs=epochs,
-                columns={known: name for known, name in named.items() if name},
-                announce=wheel.update,
-            )
+        command.finetune(
+            run,
+            held_out_file=None if held_out is None else _without_tilde(held_out),
+            limit=limit,
+            longest=seq_len == AUTO,
+            drop_long=drop_long,
+            resume=resume,
+            epochs=epochs,
+            columns={known: name for known, name in named.items() if name},
+        )
 
 
 @contextlib.contextmanager

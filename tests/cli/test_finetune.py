@@ -71,7 +71,6 @@ def test_every_option_reaches_its_setting(settings_of):
         save_steps=4,
         report_to="none",
     )
-    del others["announce"]
     assert others == {
         "held_out_file": "held.jsonl",
         "limit": 9,

@@ -20,7 +20,7 @@ from recipes_lib.parallel.context_parallel import (
     sum_gradients,
 )
 from recipes_lib.parallel.context_parallel.ring import (
-    _merge_into,
+    _merge_attention_into,
     attend,
     attend_backward,
     ring_attention,
@@ -135,7 +135,7 @@ def test_the_kernels_of_a_ring_on_a_gpu(dtype, tolerance):
     out, sums, rest = attend(q, k[:, :, late], v[:, :, late], causal=True, scale=SCALE)
     out = out.float()
     more = attend(q, k[:, :, early], v[:, :, early], causal=False, scale=SCALE)
-    _merge_into(out, sums, *more[:2])
+    _merge_attention_into(out, sums, *more[:2])
     out = out.to(dtype)
     assert_near({"out": out}, {"out": expected[0][:, :, late]}, tolerance)
     dq = torch.zeros_like(out, dtype=torch.float32)

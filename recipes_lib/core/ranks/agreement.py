@@ -31,7 +31,8 @@ def agree(**values: Any) -> None:
         values: numbers, strings, and what else has a `repr`. A module stands for the names, shapes
             and dtypes of its parameters, and for which of them train. A mesh stands for its axes.
     """
-    if dry():  # one process, and its tensors have no data to compare
+    # A process that is alone, or one that pretends others, whose tensors have no data to compare.
+    if dry() or not distributed.is_initialized():
         return
     mine = {name: _as_comparable_text(value) for name, value in values.items()}
     of_ranks: list[Any] = [None] * world_size()

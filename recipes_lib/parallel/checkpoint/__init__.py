@@ -162,7 +162,7 @@ def save_checkpoint_async(
         group = after.group
         stager = after.stager
     else:
-        group = None if _rank_is_alone() else distributed.new_group(backend="gloo")
+        group = distributed.new_group(backend="gloo") if distributed.is_initialized() else None
         on_gpu = torch.cuda.is_available()
         # use_async_staging=False: the copy is complete when this returns, and weights may change.
         stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
@@ -215,8 +215,7 @@ def latest_checkpoint(folder: Path | str) -> Path | None:
     """The last whole checkpoint below `folder`, or None. All ranks call it."""
     with same_error_on_all_ranks():
         place = _latest(Path(folder))
-    if not _rank_is_alone():
-        agree(latest_checkpoint=str(place))  # machines may share no folder
+    agree(latest_checkpoint=str(place))  # machines may share no folder
     return place
 
 
@@ -268,8 +267,7 @@ def _begin_save(
     keep: int,
 ) -> Path:
     """Check on every rank, and write down the facts. Returns the new folder."""
-    if not _rank_is_alone():
-        agree(step=step, keep=keep)
+    agree(step=step, keep=keep)
     check_whole(step=step, keep=keep)
     facts = _facts_of_all_ranks(run, model, optimizer, parts)
     place = folder / f"step-{step:08d}"
@@ -304,7 +302,7 @@ def _facts_of_all_ranks(
         facts = facts_of(run, model, optimizer, parts)
     facts["optimizer"] = {"class": optimizer_name(_optimizer_with_states(optimizer))}
     facts["optimized"] = dict.fromkeys(facts["optimized"], True)  # states go by names here
-    if _rank_is_alone():
+    if not distributed.is_initialized():
         return facts
     of_ranks: list[Facts] = [{} for _ in range(world_size())]
     distributed.all_gather_object(of_ranks, facts)
@@ -395,10 +393,6 @@ def files_of_all_ranks(*, group: distributed.ProcessGroup | None = None) -> Iter
             yield
         except dcp.CheckpointException as raised:  # which is no Exception
             raise ValueError(str(raised)) from raised
-
-
-def _rank_is_alone() -> bool:
-    return not distributed.is_initialized()
 
 
 # --- torchrun, which starts all ranks again when one of them has died -----------------------------

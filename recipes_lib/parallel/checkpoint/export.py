@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -29,8 +28,7 @@ def export_safetensors(folder: Path | str, *, model: Any) -> None:
     weights. The tokenizer is not part of a model: save it into the same folder.
     """
     folder = Path(folder)
-    if distributed.is_initialized():
-        agree(folder=str(folder), there=_models_in(folder))
+    agree(folder=str(folder), there=_models_in(folder))
     inside = getattr(model, "module", model)  # of DDP
     require_new_folder(folder)
 

