@@ -19,8 +19,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.data.tokens_and_labels import Row
@@ -62,12 +62,9 @@ def finetune(
     run: Settings,
     *,
     held_out_file: str | None = None,
-    limit: int | None = None,
-    longest: bool = False,
-    drop_long: bool = False,
     resume: bool = False,
     epochs: int | None = None,
-    columns: Mapping[str, str] | None = None,
+    **of_data: Any,
 ) -> None:
     """Read and check the data, train, compare the held-out loss, and save all that is promised.
 
@@ -75,13 +72,10 @@ def finetune(
 
     Args:
         held_out_file: held-out pairs; without them every tenth pair is held out.
-        limit: take the first pairs only.
-        longest: set `run.seq_len` to the length of the longest row.
-        drop_long: leave out the rows that are longer than `run.seq_len`.
         resume: go on from the checkpoint in `run.output_dir`; begin, if there is none. A run of
             more steps goes on behind the end of a shorter one, with the rates of the longer one.
         epochs: set `run.steps` to so many passes over the rows.
-        columns: `prompt` and `completion` by the names that they have in the data.
+        of_data: more options of `load_data`.
     Raises ValueError before training for bad data, and for an output folder with another run or
     with a result.
     """
@@ -92,15 +86,7 @@ def finetune(
     print("reading the data", flush=True)
     tokenizer, added = tokenizer_of(run)
     pad = tokenizer.pad_token_id
-    data = load_data(
-        tokenizer,
-        run=run,
-        held_out_file=held_out_file,
-        limit=limit,
-        longest=longest,
-        drop_long=drop_long,
-        columns=columns,
-    )
+    data = load_data(tokenizer, run=run, held_out_file=held_out_file, **of_data)
     run = data.run
     check_rows([*data.rows, *data.held_out], tokenizer, run=run, added=added)
     rows, run = _packed(data, epochs)
