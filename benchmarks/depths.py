@@ -19,8 +19,8 @@ from recipes_lib.workflows.bench.small_models import (
     BYTES,
     HELD_OUT_ROWS,
     bytes_of,
-    held_out_loss,
-    rows_of,
+    loss_on_rows,
+    rows_of_bytes,
     train_side_by_side,
 )
 
@@ -44,15 +44,15 @@ class Settings:
 def compare(settings: Settings) -> Iterator[dict[str, Any]]:
     """All depths at once. `losses` are held-out, in nats per byte, one per seed."""
     text = bytes_of("train")
-    held_out = rows_of(bytes_of("validation"), HELD_OUT_ROWS, settings.seq_len, seed=0)
+    held_out = rows_of_bytes(bytes_of("validation"), HELD_OUT_ROWS, settings.seq_len, seed=0)
     losses: dict[int, list[float]] = {depth: [] for depth in settings.layers}
     for seed in range(settings.seeds):
         models = {depth: model_of(depth, seed, settings) for depth in settings.layers}
         numbers = range(1000 * seed, 1000 * seed + settings.steps)
-        batches = (rows_of(text, settings.rows, settings.seq_len, seed=n) for n in numbers)
+        batches = (rows_of_bytes(text, settings.rows, settings.seq_len, seed=n) for n in numbers)
         train_side_by_side(models, batches, settings.steps, RATE)
         for depth, model in models.items():
-            losses[depth].append(held_out_loss(model, held_out))
+            losses[depth].append(loss_on_rows(model, held_out))
     seconds = seconds_per_token(models)
     first = losses[settings.layers[0]]
     rows = []

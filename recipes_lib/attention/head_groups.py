@@ -178,7 +178,7 @@ def _some_rows(projection: nn.Module, rows: slice, x: Tensor) -> Tensor:
     bias = base.bias
     if bias is not None:
         bias = bias[rows]
-    y = _product_of_rows(base, x, weight_of(base)[rows], bias)
+    y = _product_of_rows(base, x, plain_weight_of(base)[rows], bias)
     if base is projection:
         return y
     down, up, scaling = _adapter(projection)
@@ -191,7 +191,7 @@ def _some_columns(projection: nn.Module, columns: slice, x: Tensor, *, with_bias
     bias = None
     if with_bias:
         bias = base.bias
-    y = _product_of_rows(base, x, weight_of(base)[:, columns], bias)
+    y = _product_of_rows(base, x, plain_weight_of(base)[:, columns], bias)
     if base is projection:
         return y
     down, up, scaling = _adapter(projection)
@@ -223,7 +223,7 @@ def _adapter(projection: Any) -> tuple[Tensor, Tensor, float]:
     return down, up, projection.scaling[name]
 
 
-def weight_of(base: nn.Module) -> Tensor:
+def plain_weight_of(base: nn.Module) -> Tensor:
     """The weight [out, in] of a plain layer, or of one in four bits, unpacked."""
     if not _in_four_bits(base):
         return base.weight

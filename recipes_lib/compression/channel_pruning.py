@@ -72,7 +72,7 @@ def apply_channel_pruning(model: Any, *, kept: Mapping[str, Tensor]) -> Any:
         for layer in part.makers:
             _keep_output_channels(layer, channels)
         _keep_input_channels(part.reader, channels)
-    model.save_pretrained = _refuse_to_save
+    model.save_pretrained = _refuse_to_save_fewer_channels
     return model
 
 
@@ -91,13 +91,13 @@ def channel_importance(model: Any, images: Tensor) -> dict[str, Tensor]:
     importance: dict[str, Tensor] = {}
 
     def watch(name: str) -> Any:
-        def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        def look_at_channels(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             inside = inputs[0].float()
             if inside.dim() == 2:  # the classifier reads one number per channel
                 inside = inside[..., None, None]
             importance[name] = plain_importance(inside, layer.weight.float().flatten(1))
 
-        return look
+        return look_at_channels
 
     hooks = [part.reader.register_forward_pre_hook(watch(name)) for name, part in inner.items()]
     parameter = next(model.parameters())
@@ -192,7 +192,7 @@ def _require_mobile_net(model: Any) -> None:
         )
 
 
-def _refuse_to_save(*_: Any, **__: Any) -> None:
+def _refuse_to_save_fewer_channels(*_: Any, **__: Any) -> None:
     raise ValueError(
         "the channels of this model are pruned, and its configuration does not say so: from_"
         "pretrained could not load it. Use torch.save(model, path), or export it"

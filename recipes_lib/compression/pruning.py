@@ -88,7 +88,7 @@ def remove_pruning(model: Any) -> Any:
         raise ValueError("this model has no masks: apply_pruning() gives it some")
     for layer in pruned:
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
-    if vars(model).get("save_pretrained") is _refuse_to_save:
+    if vars(model).get("save_pretrained") is _refuse_to_save_masks:
         del model.save_pretrained  # that of its class is back
     return model
 
@@ -140,11 +140,11 @@ def _with_masks(model: Any, layers: dict[str, nn.Module], masks: dict[str, Tenso
     for name, layer in layers.items():
         parametrize.register_parametrization(layer, "weight", _MaskOfWeight(masks[name]))
     if hasattr(model, "save_pretrained") and "save_pretrained" not in vars(model):
-        model.save_pretrained = _refuse_to_save
+        model.save_pretrained = _refuse_to_save_masks
     return model
 
 
-def _refuse_to_save(*_: Any, **__: Any) -> None:
+def _refuse_to_save_masks(*_: Any, **__: Any) -> None:
     raise ValueError(
         "the weights of this model have masks, and from_pretrained would put random ones in their "
         "places: call remove_pruning(model) first"

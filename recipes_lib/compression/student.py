@@ -118,7 +118,9 @@ def block_influence(model: Any, batches: Batches) -> list[float]:
     positions = 0
     shown = torch.empty(0)  # of the batch that runs, [B, S]
 
-    def add(number: int, _block: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def add_influence(
+        number: int, _block: nn.Module, args: tuple, kwargs: dict, output: Any
+    ) -> None:
         before = args[0] if args else kwargs["hidden_states"]
         after = output[0] if isinstance(output, tuple) else output
         cosine = torch.cosine_similarity(before.float(), after.float(), dim=-1)  # [B, S]
@@ -126,7 +128,7 @@ def block_influence(model: Any, batches: Batches) -> list[float]:
 
     with contextlib.ExitStack() as stack:
         for number, block in enumerate(decoder_blocks(model)):
-            hook = partial(add, number)
+            hook = partial(add_influence, number)
             stack.enter_context(block.register_forward_hook(hook, with_kwargs=True))
         stack.enter_context(evaluating(model))
         for batch in batches:

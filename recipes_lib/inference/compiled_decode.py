@@ -88,7 +88,7 @@ class CompiledDecoder(nn.Module):
         self._step = _compiled_step()
         # Tensors of caches that nobody holds any more, by batch size. A CUDA graph belongs to the
         # addresses with which it was recorded: a new cache that takes them needs no new graph.
-        self._free: dict[int, list[_Storage]] = defaultdict(list)
+        self._free: dict[int, list[_StaticStorage]] = defaultdict(list)
 
     def new_cache(self, *, batch: int = 1, max_tokens: int) -> StaticCache:
         """An empty cache for `batch` rows; it has the decoder's places, however few are needed."""
@@ -101,7 +101,9 @@ class CompiledDecoder(nn.Module):
         if free:
             storage = free.pop()
         else:
-            storage = _Storage(self.decoder.new_cache(batch=batch, max_tokens=self.max_tokens))
+            storage = _StaticStorage(
+                self.decoder.new_cache(batch=batch, max_tokens=self.max_tokens)
+            )
         cache = StaticCache(storage, batch=batch, capacity=self.max_tokens)
         weakref.finalize(cache, free.append, storage)
         return cache
@@ -160,7 +162,7 @@ def _compiled_step() -> Callable[[Any, StaticCache], Tensor]:
     )
 
 
-class _Storage:
+class _StaticStorage:
     """The tensors of a static cache: those of a plain one, and small ones on the device.
 
     position int64 [1]; token int64 [B, 1], the newest; first int64 [B, 1], where each row starts.
@@ -190,7 +192,7 @@ class _Storage:
 class StaticCache(KeyValueCache):
     """A cache whose shapes and addresses stay: `append` returns all T places, `mask` hides some."""
 
-    def __init__(self, storage: _Storage, *, batch: int, capacity: int) -> None:
+    def __init__(self, storage: _StaticStorage, *, batch: int, capacity: int) -> None:
         self.batch = batch
         self.capacity = capacity
         self.dtype = storage.dtype

@@ -215,7 +215,7 @@ class Place:
             shape = torch.empty_strided(
                 parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
             )
-            self._empty = self._parameter(shape)
+            self._empty = self._parameter_like(shape)
 
     def send(self, store: Store) -> None:
         """Away with it, for good: nothing else refers to the weight then."""
@@ -227,14 +227,14 @@ class Place:
         """Put the weight in its place, when it has come back."""
         self.saved.arrive()
         weight = self.saved.tensor(self._layout, device)
-        self._module._parameters[self._name] = self._parameter(weight)
+        self._module._parameters[self._name] = self._parameter_like(weight)
 
     def clear(self) -> None:
         """Leave a parameter without data in its place."""
         self.saved.free()
         self._module._parameters[self._name] = self._empty
 
-    def _parameter(self, data: torch.Tensor) -> nn.Parameter:
+    def _parameter_like(self, data: torch.Tensor) -> nn.Parameter:
         """Another parameter of the same kind: of bitsandbytes, too, with its scales."""
         if issubclass(self._kind, nn.Parameter) and self._kind is not nn.Parameter:
             parameter = torch.Tensor._make_subclass(self._kind, data, False)

@@ -185,8 +185,8 @@ def _refuse_collecting() -> None:
 def best_group(layers: int) -> int:
     """The group with the fewest block inputs alive at a time; of several the cheapest."""
 
-    def most_inputs(group: int) -> int:
+    def most_block_inputs(group: int) -> int:
         return layers // group + group - 1  # of whole groups, and of the blocks inside of one
 
     # Of equal groups `min` takes the first, which is the smallest and recomputes the least.
-    return min(range(1, layers + 1), key=most_inputs)
+    return min(range(1, layers + 1), key=most_block_inputs)

@@ -101,9 +101,9 @@ class StepInBackward(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.defaults = optimizer.defaults
         self._stepped: set[nn.Parameter] = set()  # since the last step()
-        self._hooks = GradientsInBackward(parameters, self._update, steps=True)
+        self._hooks = GradientsInBackward(parameters, self._update_and_free, steps=True)
 
-    def _update(self, parameter: nn.Parameter) -> None:
+    def _update_and_free(self, parameter: nn.Parameter) -> None:
         """In backward: step one parameter, whose gradient is complete, and free that gradient."""
         if parameter in self._stepped:
             raise RuntimeError(

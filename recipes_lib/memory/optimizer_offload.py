@@ -112,7 +112,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         # A thread of its own would be outside of a dry run, which is one of this thread.
         workers = AtOnce if dry() else ThreadPoolExecutor
         self._worker = workers(max_workers=1, thread_name_prefix="offloaded-adamw")
-        self._link = Link(parameters[0].device)
+        self._link = HostLink(parameters[0].device)
         self._hooks = GradientsInBackward(parameters, self._receive, steps=self._last == 1)
         for slot in self._slots.values():
             # A checkpoint names the masters as the parameters that they stand for.
@@ -145,9 +145,9 @@ class OffloadedAdamW(torch.optim.AdamW):
             slot.gradient.add_(slot.staging)
         slot.arrived += 1
         if slot.arrived == self._last:
-            self._update(slot)
+            self._update_slot(slot)
 
-    def _update(self, slot: Slot) -> None:
+    def _update_slot(self, slot: Slot) -> None:
         """AdamW on one master, which is the only parameter that it is shown; then the way up."""
         group = self.param_groups[0]  # made from a plain list, so there is only this one
         masters = group["params"]
@@ -161,7 +161,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._link.up(slot.staging, slot.parameter)
         slot.version = slot.parameter._version
 
-    def _arrived(self) -> list[Slot]:
+    def _slots_with_gradients(self) -> list[Slot]:
         """Wait for the worker, then give the slots with a gradient since the last step()."""
         for slot in self._slots.values():
             slot.wait()
@@ -170,7 +170,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self) -> None:
         """Update on the host what the last gradient has not updated, and send it up."""
-        arrived = self._arrived()
+        arrived = self._slots_with_gradients()
         if not arrived:
             raise RuntimeError(
                 "no gradient has arrived: call backward first, on the model itself and not a copy"
@@ -179,7 +179,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             self._clip([slot.gradient for slot in arrived])
         for slot in arrived:
             if slot.arrived != self._last:
-                self._update(slot)
+                self._update_slot(slot)
             slot.arrived = 0
         self._link.wait()  # the next forward reads the new weights
 
@@ -190,7 +190,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         torch._foreach_mul_(gradients, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for slot in self._arrived():
+        for slot in self._slots_with_gradients():
             slot.arrived = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class Slot:
             self.work.result()
 
 
-class Link:
+class HostLink:
     """Copies between the device and host memory, each way in a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:

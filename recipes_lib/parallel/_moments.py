@@ -11,7 +11,7 @@ Moment = Any  # seconds, or an event
 MILLISECONDS = 1000  # of a second
 
 
-def now(device: torch.device) -> Moment:
+def moment_now(device: torch.device) -> Moment:
     """This moment on the device. Nothing waits for an event."""
     if device.type != "cuda":
         return time.perf_counter()

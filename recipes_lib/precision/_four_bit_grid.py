@@ -45,18 +45,20 @@ class FourBitGrid(NamedTuple):
 
 def to_four_bits(weight: Tensor, *, group: int, symmetric: bool = False) -> FourBitGrid:
     """The nearest levels of `weight` [O, I]."""
-    steps, scales, offsets = _nearest_steps(weight, group, symmetric)
+    steps, scales, offsets = _nearest_steps_from_offset(weight, group, symmetric)
     levels = (steps + MIDDLE).to(torch.uint8).flatten(1)
     return FourBitGrid(levels, scales, offsets)
 
 
 def in_four_bits(weight: Tensor, *, group: int, symmetric: bool = False) -> Tensor:
     """What is left of `weight` [O, I] in four bits, fp32: `to_four_bits(…).weight()`, faster."""
-    steps, scales, offsets = _nearest_steps(weight, group, symmetric)
+    steps, scales, offsets = _nearest_steps_from_offset(weight, group, symmetric)
     return steps.mul_(scales[..., None]).add_(offsets[..., None]).flatten(1)
 
 
-def _nearest_steps(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _nearest_steps_from_offset(
+    weight: Tensor, group: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Steps away from the offset, -8 … 7 in fp32 [O, G, group]; scales and offsets bf16 [O, G]."""
     groups = weight.detach().float().unflatten(1, (-1, group))  # [O, G, group]
     low = groups.amin(dim=-1)

@@ -166,7 +166,7 @@ class Compiled:
         if caches_among(others, options):
             _warn_of_cache()
             return super().forward(hidden_states, *others, **options)
-        if _trains(self):
+        if _block_trains(self):
             hidden_states = _with_gradient(hidden_states)
         if dry():
             return self._as_divided(hidden_states, others, options)
@@ -178,13 +178,13 @@ class Compiled:
         ranges = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         which = (hidden.shape, hidden.dtype, ranges)
         if which not in self.divided:
-            self.divided[which] = _divided(self)
+            self.divided[which] = _divided_function(self)
         parameters = dict(self.named_parameters())
         scales = {name: quantization_tensors(each) for name, each in parameters.items()}
         return self.divided[which](parameters, scales, hidden, others, options)
 
 
-def _divided(block: torch.nn.Module) -> Callable[..., Any]:
+def _divided_function(block: torch.nn.Module) -> Callable[..., Any]:
     """A function of the parameters and inputs of any such block, traced in a dry run when called.
 
     PyTorch's partitioner divides it into forward and backward: it weighs the bytes of each tensor
@@ -229,7 +229,7 @@ def _with_scales(state: Any, tensors: list[torch.Tensor]) -> Any:
     return state
 
 
-def _trains(block: torch.nn.Module) -> bool:
+def _block_trains(block: torch.nn.Module) -> bool:
     """Whether a weight of the block trains. Frozen blocks below all others have no backward."""
     return any(parameter.requires_grad for parameter in block.parameters())
 

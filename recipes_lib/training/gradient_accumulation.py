@@ -150,6 +150,7 @@ def split(batch: Batch, micro_batches: int | None) -> list[Batch]:
 
 
 def _refuse_steps_in_backward(model: Any, micro_batches: int) -> None:
+    """Raise ValueError for an optimizer that would step after each micro-batch."""
     # With one micro-batch the first backward is the last, and an update in it is right.
     if micro_batches > 1 and any_marked(model.parameters(), STEPS_IN_BACKWARD):
         raise ValueError(

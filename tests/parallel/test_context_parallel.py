@@ -21,8 +21,8 @@ from recipes_lib.parallel.context_parallel import (
 )
 from recipes_lib.parallel.context_parallel.ring import (
     _merge_attention_into,
-    attend,
     attend_backward,
+    attend_with_sums,
     ring_attention,
     tokens_of,
 )
@@ -132,9 +132,9 @@ def test_the_kernels_of_a_ring_on_a_gpu(dtype, tolerance):
     late, early = slice(half, 2 * half), slice(0, half)
     q, k, v, gradient = tensors
     q, gradient = q[:, :, late], gradient[:, :, late]
-    out, sums, rest = attend(q, k[:, :, late], v[:, :, late], causal=True, scale=SCALE)
+    out, sums, rest = attend_with_sums(q, k[:, :, late], v[:, :, late], causal=True, scale=SCALE)
     out = out.float()
-    more = attend(q, k[:, :, early], v[:, :, early], causal=False, scale=SCALE)
+    more = attend_with_sums(q, k[:, :, early], v[:, :, early], causal=False, scale=SCALE)
     _merge_attention_into(out, sums, *more[:2])
     out = out.to(dtype)
     assert_near({"out": out}, {"out": expected[0][:, :, late]}, tolerance)

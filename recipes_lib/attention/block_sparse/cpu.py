@@ -58,15 +58,15 @@ class BlocksOnCPU(torch.autograd.Function):
         log_sums = torch.empty(q.shape[:3], dtype=sums_dtype)  # [B, H, S]
         for rows, queries, keys, mask in kernel_calls(q, k, documents, block_size, reads):
             part, part_log_sums = kernel(
-                _gather(q[rows], queries, groups),
-                _gather(k[rows], keys, groups),
-                _gather(v[rows], keys, groups),
+                _gather_blocks(q[rows], queries, groups),
+                _gather_blocks(k[rows], keys, groups),
+                _gather_blocks(v[rows], keys, groups),
                 attn_mask=mask,
                 scale=scale,
             )
             at = queries.flatten()
-            out[rows].index_copy_(2, at, _ungather(part, queries, groups))
-            log_sums[rows].index_copy_(2, at, _ungather(part_log_sums, queries, groups))
+            out[rows].index_copy_(2, at, _ungather_blocks(part, queries, groups))
+            log_sums[rows].index_copy_(2, at, _ungather_blocks(part_log_sums, queries, groups))
         ctx.save_for_backward(q, k, v, documents, out, log_sums)
         ctx.scale = scale
         ctx.block_size = block_size
@@ -85,19 +85,19 @@ class BlocksOnCPU(torch.autograd.Function):
         sums = [torch.zeros_like(each, dtype=log_sums.dtype) for each in (q, k, v)]
         for rows, queries, keys, mask in kernel_calls(q, k, documents, ctx.block_size, ctx.reads):
             parts = kernel(
-                _gather(gradient[rows], queries, groups),
-                _gather(q[rows], queries, groups),
-                _gather(k[rows], keys, groups),
-                _gather(v[rows], keys, groups),
-                _gather(out[rows], queries, groups),
-                _gather(log_sums[rows], queries, groups),
+                _gather_blocks(gradient[rows], queries, groups),
+                _gather_blocks(q[rows], queries, groups),
+                _gather_blocks(k[rows], keys, groups),
+                _gather_blocks(v[rows], keys, groups),
+                _gather_blocks(out[rows], queries, groups),
+                _gather_blocks(log_sums[rows], queries, groups),
                 0.0,  # dropout
                 False,  # the mask says what is causal
                 attn_mask=mask,
                 scale=ctx.scale,
             )
             for total, part, at in zip(sums, parts, (queries, keys, keys)):
-                gradients = _ungather(part, at, groups)
+                gradients = _ungather_blocks(part, at, groups)
                 total[rows].index_add_(2, at.flatten(), gradients.to(total.dtype))
         grad_q, grad_k, grad_v = (total.to(q.dtype) for total in sums)
         return grad_q, grad_k, grad_v, None, None, None, None
@@ -124,9 +124,9 @@ def kernel_calls(
                 queries = torch.stack([query for query, _ in together])  # [g, r]
                 keys = torch.stack([key for _, key in together])  # [g, n]
                 if documents is None:  # only its own block hides something: one mask serves all
-                    mask = _mask(queries[:1], keys[:1], ids, q.dtype)  # [1, r, n]
+                    mask = _mask_of_blocks(queries[:1], keys[:1], ids, q.dtype)  # [1, r, n]
                 else:
-                    mask = _mask(queries, keys, ids, q.dtype)  # [g, r, n]
+                    mask = _mask_of_blocks(queries, keys, ids, q.dtype)  # [g, r, n]
                 yield Call(rows, queries, keys, mask.repeat(1, heads_per_key, 1)[None])
 
 
@@ -148,7 +148,7 @@ def _blocks_of_equal_size(
     return list(by_size.values())
 
 
-def _mask(queries: Tensor, keys: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def _mask_of_blocks(queries: Tensor, keys: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """[g, r] and [g, n] -> [g, r, n]: -inf for later keys and for those of other documents."""
     later = keys[:, None] > queries[..., None]
     other_document = ids[keys][:, None] != ids[queries][..., None]
@@ -156,7 +156,7 @@ def _mask(queries: Tensor, keys: Tensor, ids: Tensor, dtype: torch.dtype) -> Ten
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
-def _gather(x: Tensor, at: Tensor, groups: int) -> Tensor:
+def _gather_blocks(x: Tensor, at: Tensor, groups: int) -> Tensor:
     """x [B, H, S, …] at the positions [g, r] -> [B*K, g, G*r, …].
 
     Heads of queries that share a head of keys become one matrix: they meet the same keys.
@@ -169,7 +169,7 @@ def _gather(x: Tensor, at: Tensor, groups: int) -> Tensor:
     return x.flatten(0, 1)
 
 
-def _ungather(part: Tensor, at: Tensor, groups: int) -> Tensor:
+def _ungather_blocks(part: Tensor, at: Tensor, groups: int) -> Tensor:
     """The way back: [B*K, g, G*r, …] -> [B, H, g*r, …], in the order of `at.flatten()`."""
     part = part.unflatten(0, (-1, groups))  # [B, K, g, G*r, …]
     part = part.unflatten(3, (-1, at.shape[1]))  # [B, K, g, G, r, …]

@@ -56,20 +56,20 @@ def to_grid(weight: Tensor, *, bits: int, group: int | None = None) -> IntegerGr
     weight = weight.detach()
     if not weight.isfinite().all():
         raise ValueError("the weight has values that are not finite: it cannot be quantized")
-    steps, scales = _nearest_steps(weight, bits, group)
+    steps, scales = _nearest_steps_around_zero(weight, bits, group)
     return IntegerGrid(steps.to(torch.int8).view(weight.shape), scales)
 
 
 def on_grid(weight: Tensor, *, bits: int, group: int | None = None) -> Tensor:
     """What is left of `weight`, in fp32: `to_grid(…).weight()`, faster and without its checks."""
-    steps, scales = _nearest_steps(weight.detach(), bits, group)
+    steps, scales = _nearest_steps_around_zero(weight.detach(), bits, group)
     return steps.mul_(scales[..., None]).view(weight.shape)
 
 
 def inside_grid(weight: Tensor, *, bits: int, group: int | None = None) -> Tensor:
     """Where rounding finds a level for `weight`, and does not have to cut it off: bool."""
     low, high = levels_of(bits)
-    steps, _ = _steps(weight.detach(), bits, group)
+    steps, _ = _steps_from_zero(weight.detach(), bits, group)
     # -8 … 7 is a distance of up to 7.5 from -0.5. One comparison makes one table of bool.
     middle = (low + high) / 2
     return (steps.sub_(middle).abs_() <= high - middle).view(weight.shape)
@@ -81,13 +81,15 @@ def levels_of(bits: int) -> tuple[int, int]:
     return -half, half - 1
 
 
-def _nearest_steps(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor]:
+def _nearest_steps_around_zero(
+    weight: Tensor, bits: int, group: int | None
+) -> tuple[Tensor, Tensor]:
     """The levels in fp32 [O, G, group], and the scales [O, G]."""
-    steps, scales = _steps(weight, bits, group)
+    steps, scales = _steps_from_zero(weight, bits, group)
     return steps.clamp_(*levels_of(bits)), scales
 
 
-def _steps(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor]:
+def _steps_from_zero(weight: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor]:
     """How many whole steps each weight is from zero, fp32 [O, G, group]; the scales [O, G].
 
     A largest weight above zero may be one step too many.

@@ -35,7 +35,7 @@ def load_model(
         return model_of_shape(name, dtype=dtype, device=device)
     where = resolve(name)
     local = {"local_files_only": offline(where)}
-    with _explained("a causal language model", name, where), quiet():
+    with _explained_file_error("a causal language model", name, where), quiet():
         # transformers also looks for an adapter beside the model: that needs the options, too.
         model = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, adapter_kwargs=local, **_how_to_fetch(where)
@@ -59,7 +59,7 @@ def load_config(name: str = "smollm2") -> Any:
     from transformers import AutoConfig
 
     where = resolve(name)
-    with _explained("a causal language model", name, where):
+    with _explained_file_error("a causal language model", name, where):
         return AutoConfig.from_pretrained(where, **_how_to_fetch(where))
 
 
@@ -97,7 +97,7 @@ def load_tokenizer(name: str = "smollm2") -> Any:
     if name in SHAPES and SHAPES[name].vocabulary == SHAPES["smollm2-135m"].vocabulary:
         name = "smollm2"  # random weights for its tokens
     where = resolve(name)
-    with _explained("a tokenizer", name, where):
+    with _explained_file_error("a tokenizer", name, where):
         tokenizer = AutoTokenizer.from_pretrained(where, **_how_to_fetch(where))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -129,7 +129,7 @@ def _how_to_fetch(where: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _explained(part: str, name: str, where: str) -> Iterator[None]:
+def _explained_file_error(part: str, name: str, where: str) -> Iterator[None]:
     """Turn what a library raises for a missing or damaged file into a ValueError that says both."""
     try:
         yield

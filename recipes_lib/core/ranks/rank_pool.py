@@ -91,7 +91,7 @@ class RankPool:
         self._workers: dict[int, ProcessPoolExecutor] = {}  # by the number of their process
         self._folder: tempfile.TemporaryDirectory | None = None  # where ranks find each other
         # A pool that is dropped without `close` ends its ranks.
-        weakref.finalize(self, _end, self._workers)
+        weakref.finalize(self, _end_processes, self._workers)
 
     def run(
         self, function: Callable[..., Any], /, *, timeout: float = 60.0, **arguments: Any
@@ -117,9 +117,9 @@ class RankPool:
         call = pickle.dumps((function, arguments))
         try:
             if not self._workers:
-                self._start()
+                self._start_processes()
             calls = [(list(sys.path), call, timeout, self._stack(n)) for n in range(self.ranks)]
-            return self._ask(_call, calls, timeout)
+            return self._ask_ranks(_call_on_rank, calls, timeout)
         except ValueError:
             raise  # of all ranks alike: they wait for the next call
         except BaseException:  # of a keyboard, too: nobody would ever read the answers
@@ -128,7 +128,7 @@ class RankPool:
 
     def close(self) -> None:
         """End the ranks and all that they have started. The next call starts new ones."""
-        _end(self._workers)
+        _end_processes(self._workers)
 
     def __enter__(self) -> RankPool:
         return self
@@ -136,7 +136,7 @@ class RankPool:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def _start(self) -> None:
+    def _start_processes(self) -> None:
         """Start the processes, and wait until they have found each other."""
         method = "spawn"
         if self.device == "cpu" and "forkserver" in multiprocessing.get_all_start_methods():
@@ -152,13 +152,15 @@ class RankPool:
         for rank in range(self.ranks):
             Path(self._stack(rank)).touch()
         group = (self.ranks, self.device, meeting)
-        self._ask(_join, [(rank, *group) for rank in range(self.ranks)], START_SECONDS)
+        self._ask_ranks(
+            _join_process_group, [(rank, *group) for rank in range(self.ranks)], START_SECONDS
+        )
 
     def _stack(self, rank: int) -> str:
         """The file in which a rank writes down where it is when the time is over."""
         return f"{self._folder.name}/rank-{rank}"
 
-    def _ask(self, function: Callable[..., Any], calls: list[tuple], timeout: float) -> Any:
+    def _ask_ranks(self, function: Callable[..., Any], calls: list[tuple], timeout: float) -> Any:
         """What rank 0 answers, when all have. Raises what went wrong."""
         pairs = zip(self._workers.values(), calls, strict=True)
         answers = [worker.submit(function, *given) for worker, given in pairs]
@@ -169,7 +171,7 @@ class RankPool:
         errors = {n: each.exception() for n, each in enumerate(answers) if each.done()}
         failed = {rank: error for rank, error in errors.items() if error is not None}
         if failed:
-            self._raise(failed)
+            self._raise_failure(failed)
         if late:
             places = [f"--- rank {n} was at:\n{Path(self._stack(n)).read_text()}" for n in late]
             raise TimeoutError(
@@ -179,7 +181,7 @@ class RankPool:
             )
         return answers[0].result()
 
-    def _raise(self, failed: dict[int, BaseException]) -> None:
+    def _raise_failure(self, failed: dict[int, BaseException]) -> None:
         """A mistake in the arguments is found by every rank alike: say it once."""
         reports = [f"--- rank {rank}:\n{error}" for rank, error in failed.items()]
         of_all = RankError("\n".join([f"{len(failed)} of {self.ranks} ranks failed", *reports]))
@@ -189,7 +191,7 @@ class RankPool:
         raise of_all
 
 
-def _end(workers: dict[int, ProcessPoolExecutor]) -> None:
+def _end_processes(workers: dict[int, ProcessPoolExecutor]) -> None:
     """End all with what they have started, and forget them."""
     while workers:
         process, worker = workers.popitem()
@@ -225,7 +227,7 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _join(rank: int, ranks: int, device: str, meeting: str) -> None:
+def _join_process_group(rank: int, ranks: int, device: str, meeting: str) -> None:
     """Join the process group, on the device of this rank and on the loopback address."""
     for name in OF_TORCHRUN:
         os.environ.pop(name, None)
@@ -250,7 +252,7 @@ def _join(rank: int, ranks: int, device: str, meeting: str) -> None:
     distributed.barrier()
 
 
-def _call(path: list[str], call: bytes, timeout: float, stack: str) -> Any:
+def _call_on_rank(path: list[str], call: bytes, timeout: float, stack: str) -> Any:
     """What the function returns, if this is rank 0."""
     sys.path[:] = path
     torch.manual_seed(0)

@@ -41,8 +41,8 @@ class PteLanguageModel:
             least = require("executorch.runtime").Verification.Minimal
             self._program = runtime.load_program(path, verification=least)
             self._forward = self._program.load_method("forward")
-            self.max_length = self._constant("get_max_context_len")
-            self.vocabulary = self._constant("get_vocab_size")
+            self.max_length = self._constant_in_file("get_max_context_len")
+            self.vocabulary = self._constant_in_file("get_vocab_size")
             self.load_seconds = time.perf_counter() - start
 
     def prefill(self, prompt: Any) -> Tensor:
@@ -53,13 +53,13 @@ class PteLanguageModel:
                 f"the prompt has {ids.shape[1]} tokens, the file has room for "
                 f"{self.max_length - 1} and one more: export it with a larger max_length"
             )
-        return self._logits(ids, position=0)
+        return self._run_forward(ids, position=0)
 
     def step(self, token: int, position: int) -> Tensor:
         """Read one token at `position`, behind all that were read. Returns the logits, fp32 [V]."""
         # Behind its end the runtime would write into other memory.
         check_whole(least=0, most=self.max_length - 1, position=position)
-        return self._logits(torch.tensor([[token]]), position=position)
+        return self._run_forward(torch.tensor([[token]]), position=position)
 
     def greedy(self, prompt: Any, new_tokens: int) -> list[int]:
         """The `new_tokens` most likely tokens behind `prompt`, one after the other."""
@@ -70,8 +70,8 @@ class PteLanguageModel:
             position += 1
         return answer
 
-    def _logits(self, ids: Tensor, *, position: int) -> Tensor:
+    def _run_forward(self, ids: Tensor, *, position: int) -> Tensor:
         return self._forward.execute([ids, torch.tensor([position])])[0].view(-1)
 
-    def _constant(self, name: str) -> int:
+    def _constant_in_file(self, name: str) -> int:
         return int(self._program.load_method(name).execute([])[0])

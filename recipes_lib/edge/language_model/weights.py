@@ -55,20 +55,22 @@ def bits_of_ends(weight_bits: int | None) -> int | None:
 
 def llama_weights(model: Any, weight_bits: int | None, group: int) -> dict[str, Tensor]:
     """All weights of `model` under ExecuTorch's names, on their grids. The model stays as it is."""
-    embedding = _plain(model.get_input_embeddings().weight)
-    output = _plain(model.get_output_embeddings().weight).clone()  # shared with the embedding
+    embedding = _plain_tensor(model.get_input_embeddings().weight)
+    output = _plain_tensor(
+        model.get_output_embeddings().weight
+    ).clone()  # shared with the embedding
     of_ends = bits_of_ends(weight_bits)
     weights = {
-        "norm.weight": _plain(model.model.norm.weight),
+        "norm.weight": _plain_tensor(model.model.norm.weight),
         "tok_embeddings.weight": on_embedding_grid(embedding, bits=of_ends),
         "output.weight": on_linear_grid(output, bits=of_ends, group=group),
     }
     for number, block in enumerate(model.model.layers):
         for name, there in NORMS.items():
             norm = block.get_submodule(name)
-            weights[f"layers.{number}.{there}.weight"] = _plain(norm.weight)
+            weights[f"layers.{number}.{there}.weight"] = _plain_tensor(norm.weight)
         for name, there in LINEARS.items():
-            rows = _rows(block.get_submodule(name), name, model.config)
+            rows = _rows_of_projection(block.get_submodule(name), name, model.config)
             grid = on_linear_grid(rows["weight"], bits=weight_bits, group=group)
             weights[f"layers.{number}.{there}.weight"] = grid
             if "bias" in rows:
@@ -76,17 +78,17 @@ def llama_weights(model: Any, weight_bits: int | None, group: int) -> dict[str, 
     return weights
 
 
-def _rows(linear: nn.Linear, name: str, config: Any) -> dict[str, Tensor]:
-    rows = {"weight": _plain(linear.weight)}
+def _rows_of_projection(linear: nn.Linear, name: str, config: Any) -> dict[str, Tensor]:
+    rows = {"weight": _plain_tensor(linear.weight)}
     if linear.bias is not None:
-        rows["bias"] = _plain(linear.bias)
+        rows["bias"] = _plain_tensor(linear.bias)
     if name not in ROTATED:
         return rows
     head_dim = head_width(config)
     return {kind: in_pairs(values, head_dim=head_dim) for kind, values in rows.items()}
 
 
-def _plain(values: Tensor) -> Tensor:
+def _plain_tensor(values: Tensor) -> Tensor:
     return values.detach().to(device="cpu", dtype=torch.float32)
 
 
@@ -133,7 +135,7 @@ def require_same_logits(model: Any, weight_bits: int | None, group: int) -> None
     tokens = torch.linspace(0, model.config.vocab_size - 1, COMPARED_TOKENS).long()[None]
     # In fp32 on the CPU, as the file will be, whatever the model is stored in.
     tensors = [*model.named_parameters(), *model.named_buffers()]  # a shared weight comes once
-    state = {name: _plain(values) for name, values in tensors}
+    state = {name: _plain_tensor(values) for name, values in tensors}
     expected = torch.func.functional_call(model, state, (tokens,), {"use_cache": False}).logits
     error = float((llama(tokens) - expected).norm() / expected.norm())
     if not error < most:  # nor is NaN
@@ -162,7 +164,7 @@ def on_linear_grid(weight: Tensor, *, bits: int | None, group: int | None) -> Te
     config = Int8DynamicActivationIntxWeightConfig(
         weight_dtype=getattr(torch, f"int{bits}"), weight_granularity=granularity
     )
-    return _quantized(linear, weight, config)
+    return _on_torchao_grid(linear, weight, config)
 
 
 def on_embedding_grid(weight: Tensor, *, bits: int | None) -> Tensor:
@@ -174,10 +176,10 @@ def on_embedding_grid(weight: Tensor, *, bits: int | None) -> Tensor:
         return weight
     embedding = nn.Embedding(*weight.shape, device="meta")
     config = IntxWeightOnlyConfig(weight_dtype=getattr(torch, f"int{bits}"), granularity=PerAxis(0))
-    return _quantized(embedding, weight, config)
+    return _on_torchao_grid(embedding, weight, config)
 
 
-def _quantized(layer: nn.Module, weight: Tensor, config: Any) -> Tensor:
+def _on_torchao_grid(layer: nn.Module, weight: Tensor, config: Any) -> Tensor:
     from torchao.quantization import quantize_
 
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)

@@ -65,9 +65,9 @@ from recipes_lib.inference.decode_loop.from_transformers import (
     decoder_with_equal_logits,
     head_norm,
     in_pairs,
+    linear_on_same_memory,
     norm_like,
     require_the_same_at_any_length,
-    shared,
     sizes_of,
     stacked,
 )
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
             DecoderBlock(index, block, self.sizes) for index, block in blocks
         )
         self.norm = norm_like(inside.norm)
-        self.head = shared(model.get_output_embeddings())
+        self.head = linear_on_same_memory(model.get_output_embeddings())
         if model.get_output_embeddings().weight is inside.embed_tokens.weight:
             self.head.weight = self.embedding.weight  # what changes its dtype changes both
         self.vocabulary = self.embedding.num_embeddings
@@ -247,10 +247,10 @@ class DecoderBlock(nn.Module):
         self.attention_norm = norm_like(block.input_layernorm)
         self.qkv = stacked(queries, keys, attention.v_proj)
         self.query_key_norm = head_norm(attention, sizes)  # Qwen3's; None for most families
-        self.output = shared(attention.o_proj)
+        self.output = linear_on_same_memory(attention.o_proj)
         self.mlp_norm = norm_like(block.post_attention_layernorm)
         self.gate_up = stacked(mlp.gate_proj, mlp.up_proj)
-        self.down = shared(mlp.down_proj)
+        self.down = linear_on_same_memory(mlp.down_proj)
         self.activation = activation_of(mlp.act_fn)
 
     def forward(

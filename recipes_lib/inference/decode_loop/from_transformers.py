@@ -101,7 +101,7 @@ def stacked(*parts: nn.Linear) -> nn.Linear:
     return _linear_of(torch.cat([part.weight for part in parts]), bias)
 
 
-def shared(linear: nn.Linear) -> nn.Linear:
+def linear_on_same_memory(linear: nn.Linear) -> nn.Linear:
     """A linear layer on the same memory, with parameters of its own."""
     return _linear_of(linear.weight, linear.bias)
 
@@ -110,9 +110,9 @@ def _linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     outputs, inputs = weight.shape
     # "meta" takes no memory for the weights that are replaced at once.
     linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
-    linear.weight = _parameter(weight)
+    linear.weight = _frozen_parameter(weight)
     if bias is not None:
-        linear.bias = _parameter(bias)
+        linear.bias = _frozen_parameter(bias)
     return linear
 
 
@@ -128,7 +128,7 @@ def activation_of(act_fn: nn.Module) -> Callable[[Tensor], Tensor]:
     return act_fn
 
 
-def _parameter(tensor: Tensor) -> nn.Parameter:
+def _frozen_parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 

@@ -66,11 +66,13 @@ class _RingAttention(torch.autograd.Function):
             if step < ranks - 1:
                 message = MessageInRing(held, group)  # travels while this rank computes
             if step == 0:
-                out, sums, ctx.rest = attend(q, held[0], held[1], causal=True, scale=scale)
+                out, sums, ctx.rest = attend_with_sums(
+                    q, held[0], held[1], causal=True, scale=scale
+                )
                 out = out.to(torch.promote_types(q.dtype, torch.float32))  # a sum over the ranks
             else:
                 queries, keys = _queries_that_meet_keys(rank, (rank - step) % ranks, q.shape[2])
-                more, more_sums, _ = attend(
+                more, more_sums, _ = attend_with_sums(
                     q[:, :, queries], *held[:, :, :, keys], causal=False, scale=scale
                 )
                 _merge_attention_into(out[:, :, queries], sums[:, :, queries], more, more_sums)
@@ -156,7 +158,7 @@ def _merge_attention_into(out: Tensor, sums: Tensor, more: Tensor, more_sums: Te
 # There is one for CPUs, and one for GPUs from Ampere on, in 16 bits.
 
 
-def attend(
+def attend_with_sums(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """out [B, H, Q, E], log-sum-exp [B, H, Q] in fp32 or more, and what the backward wants beside.
@@ -187,8 +189,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. `out` and `sums` are those over all keys, not over these alone.
 
-    `rest` is what any `attend` of this device has returned: without dropout it says nothing about
-    the block.
+    `rest` is what any `attend_with_sums` of this device has returned: without dropout it says
+    nothing about the block.
     """
     q, k, v = qkv
     operators = torch.ops.aten

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes_lib.core.measure.machine import synchronize
 from recipes_lib.core.model.causal_lm import decoder_blocks
-from recipes_lib.parallel._moments import Moment, now, seconds_between
+from recipes_lib.parallel._moments import Moment, moment_now, seconds_between
 
 WAITING = "waiting for the buckets, and the optimizer"
 HEAD = "output layer and loss, forward and backward"
@@ -125,7 +125,7 @@ class LaneRecorder:
         return after_forward
 
     def _now(self) -> Moment:
-        return now(self._device)
+        return moment_now(self._device)
 
     # --- the record
 
@@ -157,9 +157,9 @@ def _timed_all_reduce(recorder, bucket):  # type hints as text, which this file 
     gradients /= distributed.get_world_size(group)
     work = distributed.all_reduce(gradients, group=group, async_op=True)
 
-    def arrived(future: torch.futures.Future) -> torch.Tensor:
+    def all_reduced(future: torch.futures.Future) -> torch.Tensor:
         if recording:
             recorder._arrived[name] = recorder._now()
         return gradients
 
-    return work.get_future().then(arrived)
+    return work.get_future().then(all_reduced)

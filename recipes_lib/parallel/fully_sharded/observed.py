@@ -70,7 +70,7 @@ def dtypes_of_step(
     def look_at_gradient_part(parameter: nn.Parameter) -> None:
         found["gradients at rest"] = parameter.grad.dtype
 
-    def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
+    def loss_sum_seen(model: Any, batch: Batch) -> torch.Tensor:
         loss = sum_of_losses(model, batch)
         found["loss"] = loss.dtype
         return loss
@@ -82,7 +82,7 @@ def dtypes_of_step(
         weight.register_post_accumulate_grad_hook(look_at_gradient_part),
     ]
     with _SumsSeen() as sums:
-        rank_step(model, optimizer, [batch], loss_sum=loss_sum)
+        rank_step(model, optimizer, [batch], loss_sum=loss_sum_seen)
     for handle in handles:
         handle.remove()
     found["gradients as they are summed"] = sums.dtype

@@ -35,7 +35,7 @@ stage  some blocks of a model as a module of their own
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED
-from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
+from recipes_lib.core.model.bytes_of_tensors import tensor_bytes, trainable_bytes, weight_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.model.output_layer import at_least_fp32
 from recipes_lib.core.ranks.agreement import agree
@@ -374,31 +374,23 @@ def predicted_sent_bytes(model: Any, *, rows: int, tokens: int, ranks: int, rank
 
 def predicted_rank_bytes(model: Any, *, ranks: int, rank: int) -> Kept:
     """The rank's blocks, and an end of the model on the first and on the last one."""
-    gradients = _bytes_of_stage(model, ranks, rank, trained_only=True)
-    weights = _bytes_of_stage(model, ranks, rank, trained_only=False)
+    gradients = _bytes_of_stage(model, ranks, rank, trainable_bytes)
+    weights = _bytes_of_stage(model, ranks, rank, weight_bytes)
     return Kept(weights, gradients, STATES * gradients)
 
 
-def _bytes_of_stage(model: Any, ranks: int, rank: int, *, trained_only: bool) -> int:
+def _bytes_of_stage(model: Any, ranks: int, rank: int, bytes_of: Callable[[nn.Module], int]) -> int:
     """The bytes of the model that one rank holds; a tied weight is held by two ranks."""
     causal = without_adapters(model)
-    blocks = _bytes_in(decoder_blocks(model), trained_only)
-    first = _bytes_in(causal.get_input_embeddings(), trained_only)
+    blocks = bytes_of(decoder_blocks(model))
+    first = bytes_of(causal.get_input_embeddings())
     own = blocks // ranks
     if rank == 0:
         own += first
     if rank == ranks - 1:
         # All that is neither a block nor the embedding: the norm, and an untied output layer.
-        own += _bytes_in(model, trained_only) - blocks - first
+        own += bytes_of(model) - blocks - first
         tied = causal.get_input_embeddings().weight is causal.get_output_embeddings().weight
         if tied and ranks > 1:
             own += first
     return own
-
-
-def _bytes_in(module: nn.Module, trained_only: bool) -> int:
-    total = 0
-    for parameter in module.parameters():
-        if parameter.requires_grad or not trained_only:
-            total += tensor_bytes(parameter)
-    return total

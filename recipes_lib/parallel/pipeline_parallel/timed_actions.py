@@ -23,7 +23,7 @@ from torch import distributed
 from torch.distributed.pipelining import PipelineStage
 
 from recipes_lib.core.measure.machine import synchronize
-from recipes_lib.parallel._moments import Moment, now, seconds_between
+from recipes_lib.parallel._moments import Moment, moment_now, seconds_between
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -69,7 +69,7 @@ class Clock:
         self._ends: list[Moment] = []
         distributed.barrier(group=group)
         synchronize()
-        self._zero = now(self._device)
+        self._zero = moment_now(self._device)
         today = time.time()
         of_rank_0 = torch.tensor(today, dtype=torch.float64, device=device)
         distributed.broadcast(of_rank_0, group=group, group_src=0)
@@ -78,14 +78,15 @@ class Clock:
     @contextlib.contextmanager
     def action(self, stage: int, direction: str, micro_batch: int) -> Iterator[None]:
         """What runs inside is this action."""
-        self._begun.append((Action(self._rank, stage, direction, micro_batch), now(self._device)))
+        action = Action(self._rank, stage, direction, micro_batch)
+        self._begun.append((action, moment_now(self._device)))
         yield
-        self._ends.append(now(self._device))
+        self._ends.append(moment_now(self._device))
 
     def prolong(self) -> None:
         """The last action that ended lasts until now."""
         if self._ends:
-            self._ends[-1] = now(self._device)
+            self._ends[-1] = moment_now(self._device)
 
     def actions(self) -> list[Action]:
         """All actions in their order, with times."""

@@ -80,7 +80,7 @@ class NF4Linear(nn.Module):
             y = y + self.bias.to(computing)
         return y.to(x.dtype)
 
-    def weight_of(
+    def dequantized_weight(
         self, codes: torch.Tensor, scales: torch.Tensor, group_scales: torch.Tensor
     ) -> torch.Tensor:
         """W [O, I] of whole codes and scales, by the kernels of bitsandbytes."""
@@ -112,13 +112,13 @@ class _NF4Product(torch.autograd.Function):
         # `fully_shard` frees their memory after forward and fills it again before backward.
         ctx.save_for_backward(codes, scales, group_scales)
         ctx.layer = layer
-        weight = layer.weight_of(codes, scales, group_scales).to(x.dtype)
+        weight = layer.dequantized_weight(codes, scales, group_scales).to(x.dtype)
         return F.linear(x, weight)
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, gradient: torch.Tensor):
-        weight = ctx.layer.weight_of(*ctx.saved_tensors).to(gradient.dtype)
+        weight = ctx.layer.dequantized_weight(*ctx.saved_tensors).to(gradient.dtype)
         return gradient @ weight, None, None, None, None
 
 

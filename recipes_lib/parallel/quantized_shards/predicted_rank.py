@@ -42,21 +42,21 @@ def dry_quantized_rank(
         layers: fewer blocks than the shape has.
     """
 
-    def build() -> tuple[Any, torch.optim.Optimizer, Any]:
+    def build_quantized_rank() -> tuple[Any, torch.optim.Optimizer, Any]:
         model = packed_model(shape, layers=layers)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model = apply_quantized_shards(model, adapter_dtype=torch.bfloat16)
         adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         ids = torch.zeros(rows, seq, dtype=torch.long)  # [B, S]
 
-        def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        def quantized_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
             sum_of_losses(model, {"input_ids": ids, "labels": ids}).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        return model, torch.optim.AdamW(adapters, fused=True), step
+        return model, torch.optim.AdamW(adapters, fused=True), quantized_step
 
-    return predict(build, ranks=ranks)
+    return predict(build_quantized_rank, ranks=ranks)
 
 
 def beside_parts(predicted: Prediction) -> int:

@@ -164,7 +164,7 @@ def tensor_parallel_plan(model: Any) -> dict[str, ParallelStyle]:
 def _check_rows_once(model: Any, mesh: DeviceMesh) -> None:
     """At the first forward, see whether all ranks got the same rows. A sampler may cut them."""
 
-    def check(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def check_same_rows(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Raise ValueError on every rank if the rows differ."""
         handle.remove()
         ids = options.get("input_ids", inputs[0] if inputs else None)
@@ -179,7 +179,7 @@ def _check_rows_once(model: Any, mesh: DeviceMesh) -> None:
                 "groups, not ranks"
             )
 
-    handle = model.register_forward_pre_hook(check, with_kwargs=True)
+    handle = model.register_forward_pre_hook(check_same_rows, with_kwargs=True)
 
 
 def require_layers(model: Any) -> None:

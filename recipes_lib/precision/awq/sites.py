@@ -104,7 +104,7 @@ def _readers_of_norms(model: Any) -> tuple[dict[str, list[str]], Counter[str]]:
                 hooks.enter_context(_on_output(module, name, wrote))
             elif isinstance(module, nn.Linear):
                 hooks.enter_context(_on_input(module, name, read))
-        _logits_of_few_tokens(model)
+        _logits_beside_folding(model)
     return readers, calls
 
 
@@ -197,7 +197,7 @@ def check_exact(model: Any, sites: list[Site]) -> None:
 
     The model is as it was afterwards.
     """
-    before = _logits_of_few_tokens(model)
+    before = _logits_beside_folding(model)
     layers = {site: model.get_submodule(site.before) for site in sites}
     # 1 + weight is rounded, so norms get back what they had.
     norms = [layer.weight for layer in layers.values() if not isinstance(layer, nn.Linear)]
@@ -208,7 +208,7 @@ def check_exact(model: Any, sites: list[Site]) -> None:
         scales[site] = 2.0 ** (channels % 3 - 1)
         fold_scales(model, site, scales[site])
     try:
-        after = _logits_of_few_tokens(model)
+        after = _logits_beside_folding(model)
     finally:
         for site, factors in scales.items():
             fold_scales(model, site, 1 / factors)
@@ -260,7 +260,7 @@ def read_inputs(model: Any, sites: list[Site], batches: list[dict[str, Tensor]])
     return [Seen(sums[name] / count, torch.cat(rows[name])) for name in firsts]
 
 
-def _logits_of_few_tokens(model: Any) -> Tensor:
+def _logits_beside_folding(model: Any) -> Tensor:
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.arange(1, 9, device=model.device)[None] % vocabulary  # [1, S]
     with evaluating(model):

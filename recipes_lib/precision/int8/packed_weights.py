@@ -225,7 +225,7 @@ def plain_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     if x.device.type == "cpu" and few:
         # With any other dtype the operator is right, and several times as slow.
         rows = x.to(torch.bfloat16)
-        return torch.ops.aten._weight_int8pack_mm(_aligned(rows), weight, scale).to(x.dtype)
+        return torch.ops.aten._weight_int8pack_mm(_aligned_rows(rows), weight, scale).to(x.dtype)
     # Whole numbers up to 127 are exact in 16 bits, and the scales come after the sum: the weights
     # are not rounded a second time. fp16 ends at 65,504, which such a sum passes.
     rows = x.float() if product_dtype(x) is torch.float16 else x
@@ -233,7 +233,7 @@ def plain_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return (y * scale.to(y.dtype)).to(x.dtype)
 
 
-def _aligned(rows: Tensor) -> Tensor:
+def _aligned_rows(rows: Tensor) -> Tensor:
     """`rows` in one piece that begins where the kernel can read it."""
     rows = rows.contiguous()
     if rows.data_ptr() % KERNEL_ALIGNMENT:

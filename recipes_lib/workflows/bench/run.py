@@ -27,7 +27,7 @@ from recipes_lib.core.model import SHAPES, load_model, model_of_shape
 from recipes_lib.core.predict import Prediction, Step, predict
 from recipes_lib.report.charts.memory_timeline import timeline_chart
 from recipes_lib.report.ladders.memory import MemoryLadder
-from recipes_lib.workflows.bench.techniques import ENTRIES, Entry, plain_adamw, plain_step
+from recipes_lib.workflows.bench.techniques import ENTRIES, Entry, plain_adamw, plain_training_step
 from recipes_lib.workflows.bench.techniques import LR as LR  # the benchmarks train with it too
 
 
@@ -79,7 +79,7 @@ class Bench:
         """The plain step on `model` as it is now, for what has no entry here."""
         if optimizer is None:
             optimizer = plain_adamw(model)
-        return partial(plain_step(self.batch(model)), model, optimizer)
+        return partial(plain_training_step(self.batch(model)), model, optimizer)
 
     def arrange(self, name: str, model: Any) -> tuple[Any, torch.optim.Optimizer, Step]:
         """Technique `name`, or the "baseline", on a fresh `model`: model, optimizer and step."""

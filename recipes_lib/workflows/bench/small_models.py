@@ -81,7 +81,7 @@ def compare_architectures(
 ) -> dict[str, Trained]:
     """Train each architecture with each seed, on the same `rows` x `seq_len` tokens per step."""
     train = bytes_of("train")
-    held_out = rows_of(bytes_of("validation"), HELD_OUT_ROWS, SIZES["seq_len"], seed=0)
+    held_out = rows_of_bytes(bytes_of("validation"), HELD_OUT_ROWS, SIZES["seq_len"], seed=0)
     losses: dict[str, list[float]] = {name: [] for name in ARCHITECTURES}
     seconds: dict[str, list[float]] = {name: [] for name in ARCHITECTURES}
     models: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def compare_architectures(
         batches = _batches_from_step(train, first=1000 * seed, count=steps)
         for name, took in train_side_by_side(models, batches, steps, RATE).items():
             seconds[name] += took
-            losses[name].append(held_out_loss(models[name], held_out))
+            losses[name].append(loss_on_rows(models[name], held_out))
     return {
         name: _trained_with_seed(model, seconds[name], losses, name)
         for name, model in models.items()
@@ -100,7 +100,7 @@ def compare_architectures(
 def _batches_from_step(text: Tensor, *, first: int, count: int) -> Iterator[Tensor]:
     """Rows [B, S] of the steps from this number on."""
     for number in range(first, first + count):
-        yield rows_of(text, SIZES["rows"], SIZES["seq_len"], seed=number)
+        yield rows_of_bytes(text, SIZES["rows"], SIZES["seq_len"], seed=number)
 
 
 def _trained_with_seed(
@@ -142,21 +142,21 @@ def pool_and_heal(
     The same model trains on without being pooled, on the same text: more steps help that one, too.
     """
     text = bytes_of("train")
-    held_out = rows_of(bytes_of("validation"), HELD_OUT_ROWS, SIZES["seq_len"], seed=0)
+    held_out = rows_of_bytes(bytes_of("validation"), HELD_OUT_ROWS, SIZES["seq_len"], seed=0)
     found = []
     for seed in seeds:
         model = _small_model(BASELINE, seed)
         batches = _batches_from_step(text, first=1000 * seed, count=steps)
         train_side_by_side({"trained": model}, batches, steps, RATE)
         whole = copy.deepcopy(model)
-        trained = held_out_loss(model, held_out)
+        trained = loss_on_rows(model, held_out)
         apply_grouped_query_attention(model, kv_heads=1)
-        pooled = held_out_loss(model, held_out)
+        pooled = loss_on_rows(model, held_out)
         both = {"pooled": model.train(), "whole": whole.train()}
         batches = _batches_from_step(text, first=1000 * seed + steps, count=healing_steps)
         train_side_by_side(both, batches, healing_steps, RATE)
-        healed = held_out_loss(model, held_out)
-        found.append(Healing(trained, pooled, healed, held_out_loss(whole, held_out)))
+        healed = loss_on_rows(model, held_out)
+        found.append(Healing(trained, pooled, healed, loss_on_rows(whole, held_out)))
     return found
 
 
@@ -217,7 +217,7 @@ def bytes_of(split: str) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def rows_of(text: Tensor, rows: int, seq_len: int, *, seed: int) -> Tensor:
+def rows_of_bytes(text: Tensor, rows: int, seq_len: int, *, seed: int) -> Tensor:
     """Rows [B, S] from places that the seed draws."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - seq_len, (rows, 1), generator=generator)
@@ -255,6 +255,6 @@ def _share_of_rate(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, rows: Tensor) -> float:
+def loss_on_rows(model: Any, rows: Tensor) -> float:
     model.eval()
     return model(input_ids=rows, labels=rows, use_cache=False).loss.item()

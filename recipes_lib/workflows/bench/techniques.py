@@ -50,17 +50,17 @@ def plain_adamw(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 
-def plain_step(batch: Batch, micro_batches: int = 1) -> Step:
+def plain_training_step(batch: Batch, micro_batches: int = 1) -> Step:
     """Forward, backward, update, on the whole batch at once. The step returns its loss."""
 
-    def step(model: Any, optimizer: torch.optim.Optimizer) -> float:
+    def whole_batch_step(model: Any, optimizer: torch.optim.Optimizer) -> float:
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
 
-    return step
+    return whole_batch_step
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Entry:
 
     adapt: Callable[[Any], Any] = as_it_is
     optimizer_of: Callable[[Any], torch.optim.Optimizer] = plain_adamw
-    step_of: Callable[[Batch, int], Step] = plain_step
+    step_of: Callable[[Batch, int], Step] = plain_training_step
 
 
 # --- steps of their own ---------------------------------------------------------------------------
@@ -78,13 +78,13 @@ class Entry:
 def accumulating_step(batch: Batch, micro_batches: int) -> Step:
     """The same batch in micro-batches."""
 
-    def step(model: Any, optimizer: torch.optim.Optimizer) -> float:
+    def micro_batches_step(model: Any, optimizer: torch.optim.Optimizer) -> float:
         loss = accumulate_gradients(model, batch, micro_batches=micro_batches)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
 
-    return step
+    return micro_batches_step
 
 
 def mixed_step(batch: Batch, micro_batches: int) -> Step:
@@ -97,7 +97,7 @@ def mixed_step(batch: Batch, micro_batches: int) -> Step:
         dtype = torch.bfloat16
     precision = mixed_precision.mixed_precision(dtype=dtype)
 
-    def step(model: Any, optimizer: torch.optim.Optimizer) -> float:
+    def sixteen_bit_step(model: Any, optimizer: torch.optim.Optimizer) -> float:
         with precision.autocast():
             loss = model(**batch, use_cache=False).loss
         precision.backward(loss)
@@ -105,19 +105,19 @@ def mixed_step(batch: Batch, micro_batches: int) -> Step:
         optimizer.zero_grad()
         return loss.item()
 
-    return step
+    return sixteen_bit_step
 
 
 def offloading_step(batch: Batch, micro_batches: int) -> Step:
     """Activations wait for backward elsewhere: a GPU's in host memory, a CPU's on the disk."""
-    plain = plain_step(batch)
+    plain = plain_training_step(batch)
 
-    def step(model: Any, optimizer: torch.optim.Optimizer) -> float:
+    def offloaded_step(model: Any, optimizer: torch.optim.Optimizer) -> float:
         elsewhere = "host" if model.device.type == "cuda" else "disk"
         with offload_activations(model, to=elsewhere):
             return plain(model, optimizer)
 
-    return step
+    return offloaded_step
 
 
 def nested(model: Any) -> Any:

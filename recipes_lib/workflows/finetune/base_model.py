@@ -4,7 +4,7 @@
     whole, name, fingerprint = load_base(run, …)
     model = base_to_measure(whole, run)              before anything is changed
     model, modules = adapted(whole, rows, run=run, pad_token_id=pad)
-    gathered(model, modules, run=run)                to be saved
+    model_to_save(model, modules, run=run)
 
 Of a model in parts, `whole` is on the first rank, in host memory, and None on the others.
 """
@@ -111,7 +111,7 @@ def base_to_measure(whole: Any, run: Settings) -> Any:
 def adapted(
     whole: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int
 ) -> tuple[Any, Any]:
-    """The model that trains, and the modules into which `gathered` puts it together.
+    """The model that trains, and the modules into which `model_to_save` puts it together.
 
     Layers in 4 bits that cut the gradient are found before training.
     """
@@ -133,7 +133,7 @@ def adapted(
     return model, model
 
 
-def gathered(model: Any, modules: Any, *, run: Settings) -> Any:
+def model_to_save(model: Any, modules: Any, *, run: Settings) -> Any:
     """The trained model to be saved; of a model in parts, `modules` with whole tensors on rank 0.
 
     Adapters are gathered without their base.

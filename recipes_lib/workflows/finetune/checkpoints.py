@@ -26,7 +26,7 @@ def keeps_checkpoint(number: int, *, run: Settings) -> bool:
     return done == run.steps or done % run.save_steps == 0
 
 
-def facts_of(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
+def facts_of_run(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
     """What a resumed run must share: settings that change the training, the data, the base."""
     facts = dataclasses.asdict(run)
     for name in MAY_CHANGE_ON_RESUME:
@@ -45,7 +45,7 @@ def checkpoint_of(run: Settings, folder: Path) -> Path:
     return folder / CHECKPOINTS / "LATEST" if run.shard else folder / CHECKPOINT
 
 
-def facts_in(run: Settings, folder: Path) -> dict[str, Any]:
+def facts_in_checkpoint(run: Settings, folder: Path) -> dict[str, Any]:
     """The facts of the run whose checkpoint is in `folder`, and `done`, its number of steps."""
     if run.shard:
         place = latest_checkpoint(folder / CHECKPOINTS)

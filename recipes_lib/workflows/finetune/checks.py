@@ -17,8 +17,8 @@ from recipes_lib.workflows.finetune.checkpoints import (
     CHECKPOINT,
     CHECKPOINTS,
     checkpoint_of,
-    facts_in,
-    facts_of,
+    facts_in_checkpoint,
+    facts_of_run,
 )
 from recipes_lib.workflows.finetune.result import result_folder
 from recipes_lib.workflows.finetune.settings import Settings
@@ -26,7 +26,7 @@ from recipes_lib.workflows.finetune.settings import Settings
 BESIDE_THE_RESULT = ("log", "axolotl", "axolotl.yml", CHECKPOINT, CHECKPOINTS)
 
 
-def check_rows(
+def check_rows_fit_base(
     rows: Sequence[Row], tokenizer: Any, *, run: Settings, added: Mapping[str, int]
 ) -> None:
     """Refuse rows beyond the positions or the tokens of the base, before it is loaded."""
@@ -61,7 +61,7 @@ def check_unfinished(run: Settings) -> None:
         return
     folder = Path(run.output_dir)
     goes_on = checkpoint_of(run, folder).exists()
-    if goes_on and facts_in(run, folder)["done"] != run.steps:
+    if goes_on and facts_in_checkpoint(run, folder)["done"] != run.steps:
         return
     raise ValueError(
         f"{result} is there already, a finished run: choose another folder, or go on with "
@@ -112,9 +112,9 @@ def check_run(
         raise ValueError(
             f"{folder} holds the checkpoint of a run: resume it, or choose another folder"
         )
-    there = facts_in(run, folder)
+    there = facts_in_checkpoint(run, folder)
     done = there.pop("done")
     if run.steps < done:
         raise ValueError(f"steps={run.steps}: the checkpoint in {folder} has {done} already")
-    here = facts_of(run, rows, base or there["base"]) | {"steps": there["steps"]}
+    here = facts_of_run(run, rows, base or there["base"]) | {"steps": there["steps"]}
     check_same_run(checkpoint_of(run, folder), saved={"run": there}, given={"run": here})

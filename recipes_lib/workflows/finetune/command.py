@@ -31,15 +31,15 @@ from recipes_lib.workflows.finetune.axolotl import write_axolotl
 from recipes_lib.workflows.finetune.base_model import (
     adapted,
     base_to_measure,
-    gathered,
     load_base,
+    model_to_save,
     placed,
 )
-from recipes_lib.workflows.finetune.checkpoints import checkpoint_of, facts_in
+from recipes_lib.workflows.finetune.checkpoints import checkpoint_of, facts_in_checkpoint
 from recipes_lib.workflows.finetune.checks import (
     check_output,
     check_packing,
-    check_rows,
+    check_rows_fit_base,
     check_run,
     check_unfinished,
 )
@@ -88,7 +88,7 @@ def finetune(
     pad = tokenizer.pad_token_id
     data = load_data(tokenizer, run=run, held_out_file=held_out_file, **of_data)
     run = data.run
-    check_rows([*data.rows, *data.held_out], tokenizer, run=run, added=added)
+    check_rows_fit_base([*data.rows, *data.held_out], tokenizer, run=run, added=added)
     rows, run = _packed(data, epochs)
     check_unfinished(run)
     check_run(rows, run=run, folder=folder, resume=resume)
@@ -115,7 +115,7 @@ def finetune(
     log_steps(steps, run)
     after = held_out_loss(model, data.held_out, "after", run=run, pad_token_id=pad)
     print(difference_of(before, after, run=run))
-    model = gathered(model, modules, run=run)
+    model = model_to_save(model, modules, run=run)
     if rank() > 0:
         return
 
@@ -158,7 +158,7 @@ def _where_it_goes_on(run: Settings) -> str:
     checkpoint = checkpoint_of(run, folder)
     if not checkpoint.exists():  # a mistyped folder would begin anew in silence
         return f"nothing to go on from, there is no {checkpoint}: beginning at step 0"
-    there = facts_in(run, folder)
+    there = facts_in_checkpoint(run, folder)
     words = f"going on from {checkpoint}"
     if there["steps"] == run.steps:
         return words

@@ -39,8 +39,8 @@ from recipes_lib.workflows.finetune.checkpoints import (
     CHECKPOINT,
     CHECKPOINTS,
     checkpoint_of,
-    facts_in,
-    facts_of,
+    facts_in_checkpoint,
+    facts_of_run,
     keeps_checkpoint,
 )
 from recipes_lib.workflows.finetune.settings import PRECISIONS, Settings
@@ -90,12 +90,12 @@ def training_steps(
     state = {
         "model": model,
         "optimizer": optimizer,
-        "run": facts_of(run, rows, base),
+        "run": facts_of_run(run, rows, base),
         "parts": {"schedule": schedule, "precision": precision},
     }
     done = 0
     if folder and resume and checkpoint_of(run, folder).exists():
-        steps = facts_in(run, folder)["steps"]
+        steps = facts_in_checkpoint(run, folder)["steps"]
         of_shorter_run = state | {"run": state["run"] | {"steps": steps}}
         if run.shard:
             done = in_parts.load_checkpoint(folder / CHECKPOINTS, **of_shorter_run)
@@ -173,10 +173,10 @@ def _gradients_of_all_ranks(
     (of_all,) = sums_over_ranks(own)
     weight = own * world_size() / of_all  # the average over ranks, and not over their targets
 
-    def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
+    def weighted_loss_sum(model: Any, batch: Batch) -> torch.Tensor:
         return weight * completion_only_loss(model, batch)
 
-    loss = accumulate_gradients(model, micros, loss_sum=loss_sum, **options)
+    loss = accumulate_gradients(model, micros, loss_sum=weighted_loss_sum, **options)
     if not run.shard:  # there each backward has averaged them already
         averaged_by_hand(model)
     (total,) = sums_over_ranks(loss.item())

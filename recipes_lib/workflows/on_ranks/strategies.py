@@ -83,10 +83,10 @@ def alone(model: Any, options: Options) -> Training:
     """One process: what the others are compared with."""
     optimizer = adamw(model.parameters(), options)
 
-    def step(batch: Batch) -> float:
+    def step_alone(batch: Batch) -> float:
         return rank_step(model, optimizer, [batch], max_norm=options.max_norm)
 
-    return Training(model, optimizer, step)
+    return Training(model, optimizer, step_alone)
 
 
 def data_parallel(model: Any, options: Options) -> Training:
@@ -94,10 +94,10 @@ def data_parallel(model: Any, options: Options) -> Training:
     wrapped = apply_data_parallel(model)
     optimizer = adamw(wrapped.parameters(), options)
 
-    def step(batch: Batch) -> float:
+    def ddp_step(batch: Batch) -> float:
         return data_parallel_step(wrapped, optimizer, [own_rows(batch)], max_norm=options.max_norm)
 
-    return Training(wrapped, optimizer, step)
+    return Training(wrapped, optimizer, ddp_step)
 
 
 def zero(model: Any, options: Options, *, stage: int) -> Training:
@@ -106,10 +106,10 @@ def zero(model: Any, options: Options, *, stage: int) -> Training:
         model, torch.optim.AdamW, stage=stage, lr=options.learning_rate, eps=EPSILON
     )
 
-    def step(batch: Batch) -> float:
+    def zero_step(batch: Batch) -> float:
         return rank_step(trained, optimizer, [own_rows(batch)], max_norm=options.max_norm)
 
-    return Training(trained, optimizer, step)
+    return Training(trained, optimizer, zero_step)
 
 
 def fully_sharded(model: Any, options: Options, *, mesh: Any = None) -> Training:
@@ -117,10 +117,10 @@ def fully_sharded(model: Any, options: Options, *, mesh: Any = None) -> Training
     apply_fully_sharded(model, mesh=mesh)
     optimizer = adamw(model.parameters(), options)
 
-    def step(batch: Batch) -> float:
+    def fsdp_step(batch: Batch) -> float:
         return rank_step(model, optimizer, [own_rows(batch)], max_norm=options.max_norm)
 
-    return Training(model, optimizer, step)
+    return Training(model, optimizer, fsdp_step)
 
 
 def hybrid(model: Any, options: Options) -> Training:
@@ -133,13 +133,13 @@ def tensor_parallel(model: Any, options: Options) -> Training:
     apply_tensor_parallel(model)
     optimizer = adamw(model.parameters(), options)
 
-    def step(batch: Batch) -> float:
+    def tensor_parallel_step(batch: Batch) -> float:
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         _update_weights(model, optimizer, options)
         return loss.item()
 
-    return Training(model, optimizer, step)
+    return Training(model, optimizer, tensor_parallel_step)
 
 
 def sharded_and_cut(model: Any, options: Options) -> Training:
@@ -149,7 +149,7 @@ def sharded_and_cut(model: Any, options: Options) -> Training:
     apply_fully_sharded(model, mesh=mesh["data"])
     optimizer = adamw(model.parameters(), options)
 
-    def step(batch: Batch) -> float:
+    def fsdp_and_tensor_step(batch: Batch) -> float:
         rows = own_rows(batch, mesh=mesh["data"])
         tokens = counted_tokens(rows["labels"], mesh=mesh["data"])
         # The sum over the own rows, divided by the tokens of all rows.
@@ -160,7 +160,7 @@ def sharded_and_cut(model: Any, options: Options) -> Training:
         (total,) = sums_over_ranks(loss.item(), mesh=mesh["data"])
         return total
 
-    return Training(model, optimizer, step)
+    return Training(model, optimizer, fsdp_and_tensor_step)
 
 
 def context_parallel(model: Any, options: Options, *, kind: str) -> Training:
@@ -168,7 +168,7 @@ def context_parallel(model: Any, options: Options, *, kind: str) -> Training:
     apply_context_parallel(model, kind=kind)
     optimizer = adamw(model.parameters(), options)
 
-    def step(batch: Batch) -> float:
+    def context_parallel_step(batch: Batch) -> float:
         part = shard_sequence(model, batch["input_ids"], batch["labels"])
         loss = model(**part).loss  # of the own tokens, divided by the number of all
         loss.backward()
@@ -176,7 +176,7 @@ def context_parallel(model: Any, options: Options, *, kind: str) -> Training:
         _update_weights(model, optimizer, options)
         return loss_of_all(model, loss)
 
-    return Training(model, optimizer, step)
+    return Training(model, optimizer, context_parallel_step)
 
 
 def pipeline(model: Any, options: Options) -> Training:
@@ -184,14 +184,14 @@ def pipeline(model: Any, options: Options) -> Training:
     stages = apply_pipeline_parallel(model, micro_batches=options.micro_batches)
     optimizer = adamw(stages.parameters(), options)
 
-    def step(batch: Batch) -> float:
+    def pipeline_step(batch: Batch) -> float:
         loss = stages.step(batch["input_ids"], batch["labels"])
         stages.clip_gradients(options.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    return Training(torch.nn.ModuleList(stages.stages), optimizer, step)
+    return Training(torch.nn.ModuleList(stages.stages), optimizer, pipeline_step)
 
 
 def _update_weights(model: Any, optimizer: torch.optim.Optimizer, options: Options) -> None:

@@ -149,10 +149,10 @@ def _measured_in_step(training: Training) -> list[RankBytes]:
     """A list that gets the bytes of this rank in each step: states are there, gradients still."""
     held: list[RankBytes] = []
 
-    def measure(*_: Any) -> None:
+    def measure_rank(*_: Any) -> None:
         held.append(rank_bytes(training.model, training.optimizer))
 
-    training.optimizer.register_step_post_hook(measure)
+    training.optimizer.register_step_post_hook(measure_rank)
     return held
 
 
@@ -225,16 +225,16 @@ def sharded_peak(*, shape: str, layers: int | None, ranks: int, tokens: int) -> 
     """
     ids = torch.zeros(1, tokens, dtype=torch.long)
 
-    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    def step_of_shards(model: Any, optimizer: torch.optim.Optimizer) -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def build() -> tuple[Any, torch.optim.Optimizer, Any]:
+    def build_shards() -> tuple[Any, torch.optim.Optimizer, Any]:
         model = apply_fully_sharded(model_of_shape(shape, layers=layers, device="cpu"))
-        return model, torch.optim.AdamW(model.parameters(), fused=True), step
+        return model, torch.optim.AdamW(model.parameters(), fused=True), step_of_shards
 
     plain = model_of_shape(shape, layers=layers, device="meta")
     equation = sharded(plain_step(plain, rows=1, length=tokens), ranks=ranks)
     kept = predicted_rank_bytes(plain, ranks=ranks)
-    return PeakOfRank(equation.peak, predict(build, ranks=ranks).peak, kept.total)
+    return PeakOfRank(equation.peak, predict(build_shards, ranks=ranks).peak, kept.total)

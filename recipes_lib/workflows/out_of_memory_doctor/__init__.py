@@ -86,23 +86,23 @@ class Diagnosis:
         """What the step itself says of the advice, in some seconds; "" where no row fits."""
         if self.tried is None:
             return ""
-        return "\n".join(_wrapped(line, "") for line in self.tried.check())
+        return "\n".join(_in_80_columns(line, "") for line in self.tried.check())
 
     def __repr__(self) -> str:
         """For a terminal of 80 columns: what to try and its peak, and below it the rest."""
-        lines = [_wrapped(finding, "") for finding in self.findings]
+        lines = [_in_80_columns(finding, "") for finding in self.findings]
         for remedy in self.remedies:
-            lines.append(_wrapped(": ".join(filter(None, [remedy.name, remedy.outcome])), ""))
+            lines.append(_in_80_columns(": ".join(filter(None, [remedy.name, remedy.outcome])), ""))
             for name in ("costs", "where"):
                 said = getattr(remedy, name)
                 if said.startswith("from "):  # a line to copy
                     lines.append(f"    {said}")
                 elif said:
-                    lines.append(_wrapped(f"{name}: {said}", "    "))
+                    lines.append(_in_80_columns(f"{name}: {said}", "    "))
         return "\n".join([*lines, *self.lines])
 
 
-def _wrapped(text: str, indent: str) -> str:
+def _in_80_columns(text: str, indent: str) -> str:
     indents = {"initial_indent": indent, "subsequent_indent": indent + "  "}
     return textwrap.fill(text, COLUMNS, **indents, break_long_words=False, break_on_hyphens=False)
 

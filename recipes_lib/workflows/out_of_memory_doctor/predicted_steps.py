@@ -69,7 +69,7 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
     ids = torch.zeros(rows, question.length, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
 
-    def build() -> tuple[Any, Any, Any]:
+    def build_stack() -> tuple[Any, Any, Any]:
         model = _with_fewer_blocks(question.model, stack, layers)
         if "tiled MLP" in stack:
             apply_tiled_mlp(model, norms=True, check=False)
@@ -80,9 +80,9 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
         if "FSDP" in stack:
             shard = apply_quantized_shards if "QLoRA" in stack else apply_fully_sharded
             shard(model)
-        return model, _optimizer_of_stack(model, stack, micro_batches), step
+        return model, _optimizer_of_stack(model, stack, micro_batches), step_with_stack
 
-    def step(model: Any, optimizer: Any) -> None:
+    def step_with_stack(model: Any, optimizer: Any) -> None:
         around = contextlib.nullcontext()
         if "activation offload" in stack:
             around = offload_activations(model, in_flight=0)
@@ -95,7 +95,7 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
         optimizer.step()
         optimizer.zero_grad()
 
-    return build
+    return build_stack
 
 
 def _with_fewer_blocks(model: Any, stack: Stack, layers: int) -> Any:

@@ -12,7 +12,7 @@ from recipes_lib.core.data import collate
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.ranks import rank
 from recipes_lib.training.sequence_packing import pack_sequences
-from recipes_lib.workflows.finetune.checkpoints import CHECKPOINT, facts_in
+from recipes_lib.workflows.finetune.checkpoints import CHECKPOINT, facts_in_checkpoint
 from recipes_lib.workflows.finetune.checks import check_run
 from recipes_lib.workflows.finetune.loop import training_steps
 from recipes_lib.workflows.finetune.shards import in_shards
@@ -154,7 +154,7 @@ def test_checkpoint_of_a_step_comes_after_it_was_taken(tmp_path, save_steps, tak
     def step_of_checkpoint():
         if not (tmp_path / CHECKPOINT).exists():
             return None
-        return facts_in(RUN, tmp_path)["done"]
+        return facts_in_checkpoint(RUN, tmp_path)["done"]
 
     run = change(save_steps=save_steps)
     steps = training_steps(fresh(), make_rows(), run=run, pad_token_id=0, folder=tmp_path)
