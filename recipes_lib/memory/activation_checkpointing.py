@@ -78,7 +78,6 @@ class InputOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        """Run the block once more, with a graph, and go back through it."""
         hidden = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             output = ctx.block(hidden)  # [B, S, D], and now with everything that backward needs

@@ -71,19 +71,19 @@ class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, shard)  # and not the whole weight
-        return x @ _gather_weight(shard).T
+        return x @ _gather(shard).T
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, shard = ctx.saved_tensors
-        to_input = gradient @ _gather_weight(shard)
+        to_input = gradient @ _gather(shard)
         whole = gradient.T @ x  # [out, in], from the rows of this rank
         part = torch.empty_like(shard)
         reduce_scatter(part, whole)  # distributed.reduce_scatter_tensor
         return to_input, part / distributed.get_world_size()
 
 
-def _gather_weight(shard: torch.Tensor) -> torch.Tensor:
+def _gather(shard: torch.Tensor) -> torch.Tensor:
     """The whole weight [out, in] of the parts [out/N, in] of all ranks."""
     rows, inputs = shard.shape
     whole = shard.new_empty(rows * distributed.get_world_size(), inputs)

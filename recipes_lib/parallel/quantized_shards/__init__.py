@@ -62,8 +62,8 @@ def weight_of_shards(
 
     `scales` [O/N, I/64] are not quantized here. `levels` [16] are those of NF4.
     """
-    codes = _gather_rows(codes)  # [O, I/2]: half a byte per weight crosses the network
-    scales = _gather_rows(scales)  # [O, I/64]
+    codes = _gather(codes)  # [O, I/2]: half a byte per weight crosses the network
+    scales = _gather(scales)  # [O, I/64]
     first = codes >> 4
     second = codes & 15
     index = torch.stack([first, second], dim=-1).flatten(1)  # [O, I], two indices from each byte
@@ -71,7 +71,7 @@ def weight_of_shards(
     return (in_blocks * scales[..., None]).flatten(1)
 
 
-def _gather_rows(part: torch.Tensor) -> torch.Tensor:
+def _gather(part: torch.Tensor) -> torch.Tensor:
     rows, columns = part.shape
     whole = part.new_empty(rows * distributed.get_world_size(), columns)
     all_gather(whole, part)
