@@ -58,9 +58,9 @@ from recipes_lib.precision._packed_linear import (
 )
 from recipes_lib.precision.int8.packed_weights import (
     has_packed_kernel,
-    packed_weights,
     plain_product,
     reduced_range,
+    weights_for_kernel,
 )
 
 KINDS = ("weight_only", "dynamic", "per_token")
@@ -161,7 +161,7 @@ class Int8Linear(PackedLinear):
         self.place(weight)
 
     def place(self, plain: Tensor) -> None:
-        self._packed = packed_weights(self.kind, plain, self.scale)
+        self._packed = weights_for_kernel(self.kind, plain, self.scale)
         # Without packed weights, activations are not rounded.
         packed = self._packed is not None
         mark(self, ONE_SCALE_PER_CALL, self.kind == "dynamic" and packed)

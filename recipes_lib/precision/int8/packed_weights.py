@@ -172,7 +172,7 @@ PACKED = {
 }
 
 
-def packed_weights(kind: str, weight: Tensor, scale: Tensor) -> PackedWeights | None:
+def weights_for_kernel(kind: str, weight: Tensor, scale: Tensor) -> PackedWeights | None:
     """The packed weights for this kind of product, or None where another operator computes it.
 
     With 7 bits for an activation, half of what VNNI has, two halves of it are coarser than bf16.
