@@ -14,6 +14,7 @@ the same account. So there the arithmetic and the search are two independent ans
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import math
@@ -83,19 +84,9 @@ def predicted_longest(peak: Callable[[int], int], *, limit_bytes: int) -> int:
             f"limit_bytes={limit_bytes:,}: two tokens are predicted to take {peak(2):,} "
             f"bytes, most of it weights and states: shrink those first (LoRA, 8-bit states)"
         )
-    # Twice as long until it is too long: that gives a bracket. Then halve the bracket.
-    fits = 2
-    too_long = 4
-    while too_long < LONGEST and peak(too_long) <= limit_bytes:
-        fits = too_long
-        too_long = 2 * too_long
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if peak(middle) <= limit_bytes:
-            fits = middle
-        else:
-            too_long = middle
-    return fits
+    lengths = range(2, LONGEST)
+    fitting = bisect.bisect_right(lengths, limit_bytes, key=peak)
+    return lengths[fitting - 1]
 
 
 # --- by trying ------------------------------------------------------------------------------------
