@@ -15,7 +15,7 @@ from recipes_lib.report.ladders.length import LengthLadder
 from recipes_lib.report.ladders.memory import MemoryLadder, ReadyStep
 from recipes_lib.report.ladders.ranks import RankLadder
 from recipes_lib.report.ladders.speed import SpeedLadder
-from recipes_lib.report.style import MIB
+from recipes_lib.report.style import MIB, RECIPE
 
 ROWS, LENGTH = 4, 64
 TOKENS = ROWS * LENGTH
@@ -190,6 +190,16 @@ def test_lengths_are_compared_with_the_crossing(tmp_path):
     assert shown["time at 512, ×"] == "1.50 (1.25–2.00)"
     assert (shown["longest"], shown["gradients off by"]) == ("3,000", "0e+00")
     assert lengths.chart().message == "The longest text that fits: 9,000 tokens"
+
+
+def test_lengths_are_drawn_from_short_to_long(tmp_path):
+    """The mistake: rows in the order of the search, and a colour for each of them."""
+    lengths = LengthLadder("lengths", loss_at=64, timed_at=512, folder=tmp_path)
+    for name, tokens in (("baseline", 3000), ("long", 9000), ("between", 5000)):
+        lengths.add(name, tokens=tokens, crossing=tokens, peak_bytes=1, predicted=tokens)
+    (axes,) = lengths.chart(strong=("long",)).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["baseline", "between", "long"]
+    assert [point.get_color() == RECIPE for point in axes.lines] == [False, False, True]
 
 
 # --- devices --------------------------------------------------------------------------------------

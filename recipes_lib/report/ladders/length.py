@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +81,20 @@ class LengthLadder(Ladder):
         """How many times as long as the baseline's."""
         return self[name].times_baseline
 
-    def chart(self, *, title: str | None = None) -> Any:
-        """The longest sequence of each row, on a logarithmic axis: a factor has one width.
+    def chart(self, *, title: str | None = None, strong: Collection[str] = ()) -> Any:
+        """The longest sequence of each row, from short to long, on a logarithmic axis.
 
-        Without a title it says how long the longest is.
+        A factor has one width there, and no line has a beginning, so each row is a point. Rows
+        named in `strong` have a colour; without any, all but the first.
         """
-        shortest = self.rows[0].tokens
-        longest = max(row.tokens for row in self.rows)
+        rows = sorted(self.rows, key=lambda row: row.tokens)
+        shortest, longest = rows[0].tokens, rows[-1].tokens
+        strong = strong or [row.name for row in self.rows[1:]]
         title = title or f"The longest text that fits: {longest:,} tokens"
-        height = 0.42 * len(self.rows) + 1
+        height = 0.42 * len(rows) + 1
         figure, axes = new_figure(title, height=height, width=NARROW, source=counted_here())
-        for number, row in enumerate(self.rows):
-            color = RECIPE if number else INK
-            axes.plot([shortest / 2, row.tokens], [-number, -number], color=color, linewidth=3)
+        for number, row in enumerate(rows):
+            color = RECIPE if row.name in strong else INK
             axes.plot(row.tokens, -number, "o", color=color, markersize=9)
             words = f"{row.tokens:,} (×{row.times_baseline:.1f})"
             place = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
@@ -102,7 +104,7 @@ class LengthLadder(Ladder):
         tens = [10**power for power in range(1, 10)]
         axes.set_xticks([ten for ten in tens if shortest / 2 < ten < longest])
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        names = [row.name for row in self.rows]
+        names = [row.name for row in rows]
         axes.set_yticks([-number for number in range(len(names))], names, fontsize=12)
         return figure
 
