@@ -11,7 +11,7 @@ from recipes_lib.core.ranks.run_result import RankRun
 from recipes_lib.report.ladder import Row
 from recipes_lib.report.ladders import edge, speed
 from recipes_lib.report.ladders.edge import EdgeLadder, chance
-from recipes_lib.report.ladders.length import LengthLadder
+from recipes_lib.report.ladders.length import LengthLadder, off_by
 from recipes_lib.report.ladders.memory import MemoryLadder, ReadyStep
 from recipes_lib.report.ladders.ranks import RankLadder
 from recipes_lib.report.ladders.speed import SpeedLadder
@@ -190,6 +190,11 @@ def test_lengths_are_compared_with_the_crossing(tmp_path):
     assert shown["time at 512, ×"] == "1.50 (1.25–2.00)"
     assert (shown["longest"], shown["gradients off by"]) == ("3,000", "0e+00")
     assert lengths.chart().message == "The longest text that fits: 9,000 tokens"
+
+
+def test_what_rounds_to_nothing_has_no_sign():
+    """The mistake: "off by -0.0%"."""
+    assert [off_by(error) for error in (-0.0004, 0.0126, -0.02)] == ["0.0%", "+1.3%", "-2.0%"]
 
 
 def test_lengths_are_drawn_from_short_to_long(tmp_path):

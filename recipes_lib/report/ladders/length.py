@@ -12,6 +12,12 @@ from recipes_lib.report.ladder import Column, Ladder, Row
 from recipes_lib.report.style import FACTOR, INK, RECIPE, WHOLE, measured_here
 
 
+def off_by(error: float) -> str:
+    """A share as a signed percentage; what rounds to nothing has no sign."""
+    percent = round(100 * error, 1)
+    return f"{percent:+.1f}%" if percent else "0.0%"
+
+
 class LengthLadder(Ladder):
     """How long a sequence each step allows within one limit of bytes.
 
@@ -33,7 +39,7 @@ class LengthLadder(Ladder):
         columns = (
             Column("predicted_tokens", "predicted", "tokens", WHOLE),
             Column("tokens", "longest", "tokens", WHOLE),
-            Column("prediction_error", "off by", "", "{:+.1%}".format),
+            Column("prediction_error", "off by", "", off_by),
             Column("times_baseline", "× baseline", "×", "{:.1f}".format),
             Column("ratio", f"time at {timed_at:,}, ×", "×", FACTOR),
             Column("gradient_error", "gradients off by", "", "{:.0e}".format),
