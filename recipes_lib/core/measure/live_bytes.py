@@ -9,15 +9,17 @@ It is a dispatch mode: PyTorch hands every operator to `__torch_dispatch__`, tho
 included. One change is made by no operator: `fully_shard` empties the storage of a gathered weight,
 and fills it again. So `UntypedStorage.resize_` tells this account, too.
 
-One thing differs under such a mode. Where two gradients of one tensor meet, autograd adds the
-second to the first in place, if nobody else holds the first. In a dispatch mode, ours or that of a
-dry run, it makes a third tensor. With a tied embedding, and a loss in chunks or autocast, that is
-one more table of the embedding, where backward ends.
+One thing would differ under such a mode. Where two gradients of one tensor meet, autograd adds the
+second to the first in place, if nobody else holds the first. In a dispatch mode it makes a third
+tensor. With a tied embedding, and a loss in chunks or autocast, that is one more table of the
+embedding, where backward ends. So this account adds in place where autograd would.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,11 +29,17 @@ from unittest import mock
 import torch
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
+aten = torch.ops.aten
+
 # What gives the storage that it was given.
-SAME_STORAGE = {torch.ops.aten.view.default, torch.ops.aten.detach.default}
+SAME_STORAGE = {aten.view.default, aten.detach.default}
 
 
 class Listener:
@@ -46,11 +54,13 @@ class Listener:
 
 @dataclass
 class _Storage:
-    """A live storage: a number that no later one gets, its bytes, and what waits for its end."""
+    """A live storage: a number that no later one gets, its bytes, what waits for its end, and the
+    node of backward that made it."""
 
     number: int
     size: int
     finalizer: weakref.finalize
+    made_by: int | None
 
 
 class LiveBytes(TorchDispatchMode):
@@ -83,6 +93,7 @@ class LiveBytes(TorchDispatchMode):
         return self._device_type == "cuda"
 
     def __enter__(self) -> LiveBytes:
+        _held_by_autograd()  # found here, and not in the middle of a step
         self._storages = {}
         self.current = 0
         for thing in gc.get_objects():
@@ -108,6 +119,9 @@ class LiveBytes(TorchDispatchMode):
             storage.finalizer.detach()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_sum = func is aten.add.Tensor and self._are_gradients(*args)
+        if is_sum and _holders(*args) == _held_by_autograd():
+            func = aten.add_.Tensor
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and not self._is_traced(func, leaf):
@@ -120,6 +134,17 @@ class LiveBytes(TorchDispatchMode):
                 f"the limit is {self._limit:,}"
             )
         return out
+
+    def _are_gradients(self, first: torch.Tensor, second: Any) -> bool:
+        """Whether autograd adds these two: an earlier node of backward has made the first."""
+        if not in_backward() or torch.is_grad_enabled() or not isinstance(second, torch.Tensor):
+            return False
+        if is_traceable_wrapper_subclass(first) or is_traceable_wrapper_subclass(second):
+            return False
+        if first._is_view() or self.see(first) is None:
+            return False
+        made_by = self._storages[first.untyped_storage()._cdata].made_by
+        return made_by != _node_at_work()
 
     def _is_traced(self, func: Any, out: torch.Tensor) -> bool:
         """Whether `out` only stands for a gradient, while a dry run traces code for a compiler.
@@ -179,7 +204,9 @@ class LiveBytes(TorchDispatchMode):
         finalizer = weakref.finalize(storage, self._forget, key)
         finalizer.atexit = False
         self._numbers += 1
-        self._storages[key] = _Storage(number=self._numbers, size=0, finalizer=finalizer)
+        self._storages[key] = _Storage(
+            number=self._numbers, size=0, finalizer=finalizer, made_by=_node_at_work()
+        )
         return self._storages[key]
 
     def _forget(self, key: int) -> None:
@@ -190,3 +217,45 @@ class LiveBytes(TorchDispatchMode):
         storage.size += change
         self.current += change
         self._listener.changed(storage.number, change)
+
+
+def in_backward() -> bool:
+    """Whether backward runs in this thread: also in a hook, or in a checkpoint that recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _node_at_work() -> int | None:
+    """The number of the node of backward that computes now, or hands on what it has computed."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def _holders(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int, int]:
+    """By how many `first` is held: as a tensor, as a storage, and as an object of Python."""
+    of_storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    return first._use_count(), of_storage, sys.getrefcount(first)
+
+
+class _HoldersOfASum(TorchDispatchMode):
+    """Notes by how many the first of two gradients is held."""
+
+    found: tuple[int, int, int] | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten.add.Tensor:
+            self.found = _holders(*args)
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _held_by_autograd() -> tuple[int, int, int] | None:
+    """The holders of a gradient that waits in autograd for a second one, and is nowhere else.
+
+    How they are counted is up to PyTorch and Python. So they are found in a backward of one weight.
+    """
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        weight = torch.ones(1, device="cpu", requires_grad=True)
+        total = -weight + -weight
+        with _HoldersOfASum() as holders:
+            total.backward()
+    return holders.found

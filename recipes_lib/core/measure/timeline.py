@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from recipes_lib.core.measure.live_bytes import Listener, LiveBytes
+from recipes_lib.core.measure.live_bytes import Listener, LiveBytes, in_backward
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model.bytes_of_tensors import (
     plain_tensors,
@@ -184,12 +184,12 @@ class TimelineRecorder(Listener):
         if self._recording and torch.is_grad_enabled():
             # Autograd records: this is forward, or a checkpoint that repeats it in backward.
             self._kinds[number] = "activations"
-            if not _in_backward() and not self._stepping:
+            if not in_backward() and not self._stepping:
                 self._phase = "forward"
 
     def operator_ended(self) -> None:
         self._operators += 1
-        if _in_backward():
+        if in_backward():
             self._phase = "backward"
         elif self._stepping:
             self._phase = "step"
@@ -302,8 +302,3 @@ def _hook_before_others(parameter: torch.Tensor, hook: Callable[[torch.Tensor], 
     hooks.clear()
     hooks.update([last, *earlier])
     return handle
-
-
-def _in_backward() -> bool:
-    """Whether backward runs in this thread: also in a hook, or in a checkpoint that recomputes."""
-    return torch._C._current_graph_task_id() != -1

@@ -242,11 +242,13 @@ def with_inputs_elsewhere(step: StepBytes) -> StepBytes:
 
 def with_chunked_loss(step: StepBytes) -> StepBytes:
     """Not all logits: 64 MiB of those of a chunk and of their gradients; and the gradients of the
-    output layer and of what it reads [T, D]."""
+    output layer and of what it reads [T, D]. To that of a tied table the second half is added in
+    place: there is one copy."""
     sizes = step.sizes
     of_hidden = 2 * sizes.tokens * sizes.hidden * sizes.element
     of_table = 0 if _frozen(step) else sizes.vocabulary * sizes.hidden * FP32
-    return replace(step, loss=min(CHUNK, 2 * _logits(sizes)) + of_hidden + of_table)
+    loss = min(CHUNK, 2 * _logits(sizes)) + of_hidden + of_table
+    return replace(step, loss=loss, copies=step.copies // 2)
 
 
 def with_states_in(step: StepBytes, *, bits: int) -> StepBytes:

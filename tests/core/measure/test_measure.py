@@ -5,6 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from recipes_lib.core.measure import PeakMemory, in_turns, measure
+from recipes_lib.core.measure.allocator_peak import AllocatorPeak
 from recipes_lib.core.model.marks import COMPILED, mark
 from recipes_lib.core.ranks.meshes import default_mesh
 
@@ -154,3 +155,43 @@ def test_turns_go_forth_and_back():
     seconds = in_turns({name: lambda name=name: done.append(name) for name in "abc"}, rounds=3)
     assert "".join(done) == "abccbaabc"
     assert list(seconds) == ["a", "b", "c"] and all(len(rounds) == 3 for rounds in seconds.values())
+
+
+class GivesATable(torch.autograd.Function):
+    """The loss of an output layer [V, D], which knows its gradient from forward on."""
+
+    @staticmethod
+    def forward(ctx, hidden, table, keeps):
+        ctx.shape, ctx.gradient, ctx.keeps = hidden.shape, torch.ones_like(table), keeps
+        return hidden.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        of_table = ctx.gradient
+        if not ctx.keeps:
+            ctx.gradient = None
+        return torch.ones(ctx.shape) * gradient, of_table, None
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_of_a_tied_table_are_summed_as_without_an_account(keeps):
+    """The mistakes: a third table, which a step without this account does not make; or a sum in
+    place where somebody else holds the first one."""
+    table = torch.nn.Parameter(torch.ones(2000, 100))
+    ids = torch.arange(10)
+
+    def backward():
+        hidden = torch.nn.functional.embedding(ids, table)
+        GivesATable.apply(hidden, table, keeps).backward()
+        found = table.grad.clone()
+        table.grad = None
+        return found
+
+    without = backward()
+    with AllocatorPeak() as allocator:
+        backward()
+    with PeakMemory() as account:
+        before = account.current
+        assert torch.equal(backward(), without)
+    expected = allocator.peak - allocator.before
+    assert account.peak - before == pytest.approx(expected, rel=0.01)
