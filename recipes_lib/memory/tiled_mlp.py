@@ -128,15 +128,15 @@ class Tiled:
 def _lengths(tokens: int, tile_size: int) -> list[int]:
     """Tokens of each tile.
 
-    In a dry run, where time is per operator, all tiles between the second and the last are one,
-    that computes nothing: inside of a tile the bytes are those of the second.
+    In a dry run, where time is per operator, all tiles between the first and the last two are one,
+    that computes nothing. Backward begins with the last two, whose gradients of weights meet.
     """
     whole, rest = divmod(tokens, tile_size)
     lengths = [tile_size] * whole
     if rest:
         lengths.append(rest)
     if dry() and len(lengths) > 4:
-        return [*lengths[:2], sum(lengths[2:-1]), lengths[-1]]
+        return [lengths[0], sum(lengths[1:-2]), *lengths[-2:]]
     return lengths
 
 
