@@ -157,7 +157,7 @@ def test_a_storage_may_be_freed_at_any_moment(monkeypatch):
     model = Known()
     with PeakMemory(model=model) as memory:
         before = memory.current
-        monkeypatch.setattr(timeline_module, "_in_backward", collector_runs)
+        monkeypatch.setattr(timeline_module, "in_backward", collector_runs)
         model.layers[0].weight.detach()  # an operator that makes no storage
     assert memory.timeline.points[0].total == before
     assert memory.timeline.points[-1].total == memory.current == before - FULL
