@@ -116,7 +116,7 @@ full = dict(
     peak_layers=4,  # blocks of the model with 8 billion weights
 )
 brief = full | dict(model=tiny, bars_model=tiny, tokens=32, steps=3, rounds=1)
-brief |= dict(largest_message=18, slow_rows=6, dry_layers=2, peak_layers=1)
+brief |= dict(largest_message=15, slow_rows=6, dry_layers=2, peak_layers=1)
 # A machine with fewer than four GPUs runs its ranks on the CPU: its sizes are those of a CPU.
 # The first of four GPUs has a rank of three pools, so cards below 80 GiB take fewer blocks.
 middle = large | dict(num_hidden_layers=2)
