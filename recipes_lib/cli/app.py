@@ -7,11 +7,8 @@ Importing a command is quick. Torch and the recipes are imported when the comman
 from __future__ import annotations
 
 import errno
-import importlib.metadata
-import platform
 import sys
 from collections.abc import Sequence
-from typing import Annotated
 
 import typer
 
@@ -32,37 +29,11 @@ python -m recipes_lib finetune --data pairs.jsonl --output runs/my-adapter
 
 # The disk is full, or this user or this place does not allow it.
 OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-# What a report of a defect has to name. Their numbers are read without importing them.
-PACKAGES = ("llm-training-recipes", "torch", "transformers", "peft", "bitsandbytes")
 
 # A traceback in colours, with the values of variables, helps nobody who mistyped an option.
 app = typer.Typer(
     help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-
-
-def print_versions(wanted: bool) -> None:
-    """Print the version of the recipes and of what they stand on, and end."""
-    if not wanted:
-        return
-    for package in PACKAGES:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
-        print(f"{package} {version}")
-    print(f"python {platform.python_version()}, {platform.platform()}")
-    raise typer.Exit()
-
-
-# The decorator takes the help of this function in place of HELP, unless it is named again.
-@app.callback(help=HELP)
-def options_of_all(
-    version: Annotated[
-        bool, typer.Option("--version", callback=print_versions, is_eager=True)
-    ] = False,
-) -> None:
-    """What stands before a command."""
 
 
 app.command(name="list")(list_techniques)

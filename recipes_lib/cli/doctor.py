@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from recipes_lib.cli.options import MODEL_HELP, PUBLIC_SHAPES, BatchSize, SeqLen
+from recipes_lib.cli.options import MODEL_HELP, BatchSize, SeqLen
 
 Error = Annotated[str, typer.Option(help="the text of the error")]
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
@@ -20,7 +20,6 @@ CardName = Annotated[
     typer.Option("--card", help="in place of --memory: L4, H100, … or a size that is sold, 24GB"),
 ]
 Gpus = Annotated[int, typer.Option(help="how many of them")]
-Shapes = Annotated[bool, typer.Option("--shapes", help="list the shapes with their sizes, and end")]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="of the weights")]
 
 # What stands behind the name of a shape on the hub, and models that have the shape of another.
@@ -37,16 +36,12 @@ def doctor(
     dtype: Dtype = "fp32",
     batch_size: BatchSize = 8,
     seq_len: SeqLen = 1024,
-    shapes: Shapes = False,
 ) -> None:
     """Say what to try against running out of memory, and in which order.
 
     Of a hub id or a folder only the configuration is read, and no weights. The list is there at
     once, by arithmetic; some seconds later the row that is advised is checked.
     """
-    if shapes:
-        print(table_of_shapes())
-        return
     from recipes_lib.core.measure.machine import GIB
     from recipes_lib.workflows.out_of_memory_doctor import diagnose
 
@@ -58,21 +53,6 @@ def doctor(
     checked = diagnosis.check()
     if checked:
         print(checked)
-
-
-def table_of_shapes() -> str:
-    """A line for each shape: its weights, and the sizes on which the memory depends."""
-    from recipes_lib.core.model import SHAPES
-
-    lines = [f"{'shape':<16}{'weights':>10}{'layers':>8}{'hidden':>8}{'vocabulary':>12}"]
-    for name in PUBLIC_SHAPES:
-        sizes = SHAPES[name]
-        count = sum(weight.numel() for weight in _shape(name, "bf16").parameters())
-        lines.append(
-            f"{name:<16}{count / 1e9:>8.2f} B{sizes.layers:>8}{sizes.hidden:>8}"
-            f"{sizes.vocabulary:>12,}"
-        )
-    return "\n".join(lines)
 
 
 def shape_named(name: str) -> str | None:
@@ -93,27 +73,19 @@ def shape_named(name: str) -> str | None:
 
 def _model(name: str, dtype: str) -> Any:
     """The model to do arithmetic on. It takes no memory: its weights have no data."""
-    from recipes_lib.core.model import model_without_weights
+    import torch
+
+    from recipes_lib.core.model import model_of_shape, model_without_weights
 
     if not name:
         return None
+    precision = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    path = Path(name).expanduser()
     shape = None
-    if not Path(name).expanduser().exists():
+    if not path.exists():
         shape = shape_named(name)
     if shape is None:
-        return model_without_weights(str(Path(name).expanduser()), dtype=_dtype(dtype))
+        return model_without_weights(str(path), dtype=precision)
     if shape != name:
         print(f"{name}: the shape {shape}")
-    return _shape(shape, dtype)
-
-
-def _shape(name: str, dtype: str) -> Any:
-    from recipes_lib.core.model import model_of_shape
-
-    return model_of_shape(name, dtype=_dtype(dtype), device="meta")
-
-
-def _dtype(name: str) -> Any:
-    import torch
-
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    return model_of_shape(shape, dtype=precision, device="meta")

@@ -3,7 +3,6 @@ import re
 import pytest
 
 from recipes_lib.cli.doctor import shape_named
-from recipes_lib.cli.options import PUBLIC_SHAPES
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.workflows.out_of_memory_doctor import FINETUNE
 
@@ -56,14 +55,6 @@ def test_the_doctor_reads_a_configuration_and_no_weights(command, tmp_path):
 def test_a_name_of_the_hub_is_known_by_its_shape(name, shape):
     """Gated models need a login, and their sizes are here."""
     assert shape_named(name) == shape
-
-
-def test_the_shapes_are_listed(command):
-    """The mistake: a size in a column of another."""
-    status, out, _ = command("doctor", "--shapes")
-    assert status == 0
-    assert [line.split()[0] for line in out.splitlines()[1:]] == PUBLIC_SHAPES
-    assert "llama-3.1-70b      70.55 B      80    8192     128,256" in out
 
 
 @pytest.mark.parametrize(
