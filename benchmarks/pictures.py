@@ -59,7 +59,6 @@ def memory_picture(run: Run) -> Chart:
         Bars("MiB", measured, labels, marks=predicted),
         title=f"One training step: {measured[0]:,.0f} → {measured[-1]:,.0f} MiB, as predicted",
         source=where,
-        predicted="predicted",
     )
 
 

@@ -277,9 +277,7 @@ print(f"predicted: {mib(dry_peak)}")
 from recipes_lib.report.ladders.memory import MemoryLadder
 from recipes_lib.report.charts.memory_timeline import timeline_chart
 
-ladder = MemoryLadder(
-    "01_large_models_limited_hardware", rows=sizes.rows, length=sizes.tokens
-)
+ladder = MemoryLadder("01_large_models_limited_hardware")
 
 
 def towers(name):

@@ -339,10 +339,7 @@ from recipes_lib.report.ladders.length import LengthLadder, counted_here, durati
 from recipes_lib.workflows.longest_sequence import peak_of, search
 
 ladder = LengthLadder(
-    "04_training_long_sequences",
-    loss_at=sizes.common,
-    timed_at=sizes.cost,
-    against="flash attention",
+    "04_training_long_sequences", timed_at=sizes.cost, against="flash attention"
 )
 size_of = numpy.linalg.norm  # the length of a vector
 

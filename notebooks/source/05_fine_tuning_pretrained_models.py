@@ -598,8 +598,7 @@ from functools import partial
 from recipes_lib.report.ladders.memory import MemoryLadder
 
 gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
-# The rows have unequal lengths: to count operations they are one long row.
-ladder = MemoryLadder("05_fine_tuning_pretrained_models", rows=1, length=tokens)
+ladder = MemoryLadder("05_fine_tuning_pretrained_models")
 
 
 def climb(name, make, loss_of=own_loss):
@@ -607,7 +606,7 @@ def climb(name, make, loss_of=own_loss):
         model = make().train()
         return model, optimizer_of(model, 0.0), partial(compared_step, loss_of=loss_of)
 
-    ladder.climb(name, build, dtype=half)
+    ladder.climb(name, build)
 
 
 def compared_step(model, optimizer, loss_of):

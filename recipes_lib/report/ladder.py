@@ -20,20 +20,12 @@ from __future__ import annotations
 
 import datetime
 import html
-import io
 import json
 import os
-import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from recipes_lib.core.measure import there_and_back
 from recipes_lib.core.measure.free_memory import free_memory_bytes, release_memory
@@ -87,7 +79,7 @@ class Waiting(NamedTuple):
 
 
 class Ladder:
-    """Rows in the order of the steps, kept in `<folder>/<name>.json`, by default in `runs_dir()`.
+    """Rows in the order of the steps, kept in `runs/<name>.json`.
 
     A kind of ladder says with `columns` what a row has, with `derive` what follows from it, and
     with the attributes below how rows are compared.
@@ -99,12 +91,8 @@ class Ladder:
     timed: Collection[str] = ()  # what a line leaves out until a row took turns
     as_fast = False  # the ratio says how many times as fast, and not how many times as long
 
-    def __init__(
-        self, name: str, columns: Sequence[Column] = (), *, folder: Path | None = None
-    ) -> None:
-        if folder is None:
-            folder = runs_dir()
-        self.path = folder / f"{name}.json"
+    def __init__(self, name: str, columns: Sequence[Column] = ()) -> None:
+        self.path = runs_dir() / f"{name}.json"
         self.rows: list[Row] = []
         self.facts: dict[str, Any] = {}
         if columns:
@@ -389,19 +377,14 @@ class Ladder:
 
     def __str__(self) -> str:
         header, *cells = self.table()
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for number, heading in enumerate(header):
-            table.add_column(heading, justify="right" if number else "left", no_wrap=not number)
+        columns = zip(header, *cells, strict=True)
+        widths = [max(map(len, column)) for column in columns]
+        lines = [_text_row(header, widths)]
         for line, heading in self._lines(cells):
             if heading:
-                table.add_row(Text(heading, style="italic"))
-            table.add_row(*[Text(text) for text in line])
-        text = io.StringIO()
-        width = max(120, shutil.get_terminal_size().columns)
-        # In a notebook, rich would also show the table, although it has a file to write to.
-        console = Console(file=text, width=width, color_system=None, force_jupyter=False)
-        console.print(table)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+                lines.append(heading)
+            lines.append(_text_row(line, widths))
+        return "\n".join(lines)
 
     __repr__ = __str__  # what a terminal shows
 
@@ -445,11 +428,6 @@ def ranges_of(row: Any, metric: str) -> tuple[float | None, float | None]:
     return getattr(row, f"{metric}_low", None), getattr(row, f"{metric}_high", None)
 
 
-def rates_by_name(rates: Mapping[Any, float]) -> dict[str, float]:
-    """Operations per second by "float32" and the like: a JSON file knows no dtypes."""
-    return {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
-
-
 def same_to(difference: float) -> str:
     """ "to 3e-08", or "to the last bit"."""
     if difference == 0:
@@ -466,6 +444,14 @@ def named(row: Row) -> str:
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _text_row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """The name to the left, numbers to the right."""
+    name, *numbers = cells
+    parts = [name.ljust(widths[0])]
+    parts += [text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True)]
+    return "  ".join(parts)
 
 
 def _html_row(cells: Sequence[str], tag: str) -> str:

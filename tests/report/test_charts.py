@@ -143,4 +143,4 @@ def test_what_stays_outside_has_a_bar_of_its_own():
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["slow", "op0", "op1", "op2", "all others"]
     assert [bar.get_width() for bar in axes.containers[1]] == [1, 0, 0, 0, 0]
-    assert axes.get_title(loc="left") == "all: 52 of 53 inside"
+    assert axes.get_title(loc="left") == "all\n52 of 53 inside"

@@ -35,9 +35,9 @@ def build(*times, made=None):
 
 
 @pytest.fixture
-def ladder(tmp_path):
+def ladder():
     columns = [Column("peak_bytes", "peak", "B", mib), TIME, RATIO, Column("losses")]
-    return Ladder("steps", columns, folder=tmp_path)
+    return Ladder("steps", columns)
 
 
 def saved(ladder):
@@ -129,7 +129,7 @@ def test_models_wait_only_where_there_is_room_and_go_after_their_turns(ladder, m
     assert [row.turns for row in ladder.rows] == [2, 1, 1], "in two parts, the first one in each"
 
 
-def test_the_file_is_whole_after_every_round_and_the_last_run_is_kept(ladder, tmp_path):
+def test_the_file_is_whole_after_every_round_and_the_last_run_is_kept(ladder, runs):
     """The mistake: an interrupted run loses its rows, or overwrites those of the last run."""
     ladder.climb("first", build(9, 2.0, 1.0))
 
@@ -141,10 +141,10 @@ def test_the_file_is_whole_after_every_round_and_the_last_run_is_kept(ladder, tm
     with pytest.raises(KeyboardInterrupt):
         ladder.take_turns(rounds=2)
     assert [record["row"] for record in saved(ladder)["rows"]].count("second") > 0
-    again = Ladder("steps", folder=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1, "a run without rows leaves the file alone"
+    again = Ladder("steps")
+    assert len(list(runs.iterdir())) == 1, "a run without rows leaves the file alone"
     again.append(Row(name="other"))
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(runs.iterdir())) == 2
 
 
 def test_a_table_for_the_terminal_and_for_jupyter(ladder):

@@ -23,7 +23,7 @@ from recipes_lib.report.charts.figure import (
     readable_on,
     text_width,
 )
-from recipes_lib.report.style import INK, MARK, RECIPE, REFERENCE, three_digits
+from recipes_lib.report.style import INK, MARK, RECIPE, three_digits
 
 BAR = 0.66  # the height of a bar; the next one begins at 1
 LABEL = 9.5  # the size of a label beside a bar
@@ -54,7 +54,6 @@ def bars(
     title: str,
     groups: Sequence[str] = (),
     source: str | None = None,
-    predicted: str = "predicted before the run",
 ) -> Chart:
     """Draw the columns beside each other.
 
@@ -63,7 +62,6 @@ def bars(
         title: the message.
         groups: of each row; a group's name stands above its first row.
         source: where the numbers are from; by default this machine and today.
-        predicted: what the ticks are.
     """
     places, headings = _places(groups or [""] * len(names))
     end = max(places) + 1
@@ -74,7 +72,8 @@ def bars(
         if isinstance(column.values, Mapping):
             key |= {part: column.colors[part] for part in column.values}
         if any(column.marks):
-            marks[predicted] = mark_in_key(predicted, "none", marker="|", markersize=11)
+            look = {"marker": "|", "markersize": 11}
+            marks["ticks"] = mark_in_key("predicted before the run", "none", **look)
         if any(high for _, high in column.ranges):
             marks["range"] = mark_in_key("range of the turns", "-")
     figure, axes = new_figure(
@@ -102,11 +101,6 @@ def bars(
     for heading in labels[len(names) :]:
         heading.set(weight="bold")
     return figure
-
-
-def of_rows(count: int) -> list[str]:
-    """Colours of rows: the first is what the others are compared with."""
-    return [REFERENCE, *[RECIPE] * (count - 1)]
 
 
 def _places(groups: Sequence[str]) -> tuple[list[float], dict[str, float]]:

@@ -51,7 +51,7 @@ def delegation_chart(exports: Mapping[str, Any], *, most: int = 12, title: str) 
         }
         sums = [sum(both) for both in zip(*parts.values(), strict=True)]
         taken = sum(inside[way].values())
-        heading = f"{way}: {taken:,} of {sum(sums):,} inside"
+        heading = f"{way}\n{taken:,} of {sum(sums):,} inside"
         labels = [str(count) for count in sums]
         columns.append(Bars(heading, parts, labels, colors=COLORS))
     names = [WORDS.get(name, name) for name in shown]

@@ -27,6 +27,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import LogLocator, NullLocator
+from PIL import Image
 
 from recipes_lib.report.style import INK, MARK, measured_here
 
@@ -63,14 +64,9 @@ class Chart(Figure):
     message = ""
 
     def png(self) -> bytes:
-        """The picture, in few colours where Pillow is there to choose them."""
+        """The picture, in few colours."""
         file = io.BytesIO()
-        canvas = FigureCanvasAgg(self)
-        canvas.print_png(file)
-        try:
-            from PIL import Image
-        except ImportError:
-            return file.getvalue()
+        FigureCanvasAgg(self).print_png(file)
         few = Image.open(file).quantize(COLORS, method=Image.Quantize.FASTOCTREE)
         file = io.BytesIO()
         few.save(file, format="png", optimize=True)

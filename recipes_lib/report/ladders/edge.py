@@ -13,7 +13,6 @@ from recipes_lib.core.measure import timed
 from recipes_lib.report.charts.points import points
 from recipes_lib.report.ladder import Column, Ladder, Row
 from recipes_lib.report.style import (
-    FACTOR,
     INK,
     MEGABYTE,
     SHARE,
@@ -55,7 +54,6 @@ class EdgeLadder(Ladder):
 
     columns = (
         Column("accuracy", "right", "", "{:.1%}".format),
-        Column("perplexity", "perplexity", "", FACTOR),
         Column("agreement", "same as first", "", SHARE),
         Column("predicted_bytes", "predicted", "B", megabytes),
         Column("file_bytes", "file", "B", megabytes),
@@ -77,7 +75,6 @@ class EdgeLadder(Ladder):
         *,
         file: str | Path,
         accuracy: float | None = None,
-        perplexity: float | None = None,
         agreement: float | None = None,
         predicted_bytes: int | None = None,
         load_seconds: float | None = None,
@@ -92,7 +89,6 @@ class EdgeLadder(Ladder):
             run: takes `units` images or tokens through the model; called again by `take_turns`.
             file: what is copied to the device.
             accuracy: share of right answers, 0 to 1; or else
-            perplexity: on held-out text; or else
             agreement: share of places where the likeliest answer is that of the first row.
             predicted_bytes: of the file, if there is a formula.
             load_seconds: from the file to a model that is ready.
@@ -115,7 +111,6 @@ class EdgeLadder(Ladder):
             peak_bytes=peak_bytes,
             after=after,
             accuracy=accuracy,
-            perplexity=perplexity,
             agreement=agreement,
         )
 
@@ -127,40 +122,27 @@ class EdgeLadder(Ladder):
         if row.after is not None:
             self.compare(row, "after_ratio", row.after)
 
-    def chart(
-        self,
-        group: str,
-        *,
-        leave_out: Collection[str] = (),
-        tested: int | None = None,
-        title: str | None = None,
-    ) -> Any:
-        """Size against quality: a point for each row of the group but those to leave out.
+    def chart(self, group: str, *, leave_out: Collection[str], tested: int, title: str) -> Any:
+        """Size against wrong answers: a point for each row of the group but those to leave out.
 
-        `tested` is how many images the accuracies were counted on. It draws the band in which an
+        `tested` is how many images the answers were counted on. It draws the band in which an
         equally good network ends in 95 of 100 cases.
         """
         rows = [row for row in self.rows if row.group == group and row.name not in leave_out]
-        words = "perplexity"
         places = {}
         for row in rows:
-            wrong = row.perplexity
-            if row.accuracy is not None:
-                wrong = 100 * (1 - row.accuracy)
-                words = "wrong answers, %"
-            places[row.name] = (row.file_bytes / MEGABYTE, wrong)
+            places[row.name] = (row.file_bytes / MEGABYTE, 100 * (1 - row.accuracy))
         figure = points(
             places,
-            title=title or "What a smaller file costs",
+            title=title,
             height=4.2,
             front=True,
             xscale="log",
             xlabel="file, MB (millions of bytes)",
-            ylabel=f"{words} (lower is better)",
+            ylabel="wrong answers, % (lower is better)",
         )
-        if tested is not None:
-            low, high = chance(1 - rows[0].accuracy, tested)
-            figure.axes[0].axhspan(100 * low, 100 * high, color=INK, alpha=0.2, linewidth=0)
+        low, high = chance(1 - rows[0].accuracy, tested)
+        figure.axes[0].axhspan(100 * low, 100 * high, color=INK, alpha=0.2, linewidth=0)
         return figure
 
 

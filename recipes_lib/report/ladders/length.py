@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.measure.machine import machine
@@ -22,19 +21,11 @@ class LengthLadder(Ladder):
     """How long a sequence each step allows within one limit of bytes.
 
     `tokens` is the longest that fits, `crossing` where the bytes reach the limit, with which the
-    prediction is compared. Loss and gradients are those of a text of `loss_at` tokens, which every
-    row can do. Times are those of `timed_at` tokens, beside the row `against`.
+    prediction is compared. Loss and gradients are those of a shorter text, which every row can do.
+    Times are those of `timed_at` tokens, beside the row `against`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        loss_at: int,
-        timed_at: int,
-        against: str = "",
-        folder: Path | None = None,
-    ) -> None:
+    def __init__(self, name: str, *, timed_at: int, against: str) -> None:
         self.against = against
         columns = (
             Column("predicted_tokens", "predicted", "tokens", WHOLE),
@@ -49,7 +40,7 @@ class LengthLadder(Ladder):
             Column("peak_bytes", unit="B"),
             Column("seconds", unit="s"),
         )
-        super().__init__(name, columns, folder=folder)
+        super().__init__(name, columns)
 
     def add(
         self,
@@ -82,10 +73,6 @@ class LengthLadder(Ladder):
         """The row that times are compared with."""
         named = [each for each in self.rows if each.name == self.against]
         return [*named, self.rows[0]][0]
-
-    def gain(self, name: str) -> float:
-        """How many times as long as the baseline's."""
-        return self[name].times_baseline
 
     def chart(self, *, title: str | None = None, strong: Collection[str] = ()) -> Any:
         """The longest sequence of each row, from short to long, on a logarithmic axis.

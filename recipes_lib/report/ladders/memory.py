@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from recipes_lib.core.measure import bytes_alive, measure, timed
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
 from recipes_lib.core.predict import Build, Prediction, predict
-from recipes_lib.core.predict.flops import step_operations
-from recipes_lib.report.charts.bars import Bars, of_rows
-from recipes_lib.report.ladder import (
-    RATIO,
-    TIME,
-    Column,
-    Ladder,
-    Row,
-    cell,
-    ranges_of,
-    rates_by_name,
-    same_to,
-)
-from recipes_lib.report.style import (
-    SHARE,
-    Unit,
-    mib,
-    percent,
-    three_digits,
-)
+from recipes_lib.report.charts.bars import Bars
+from recipes_lib.report.ladder import RATIO, TIME, Column, Ladder, Row, ranges_of, same_to
+from recipes_lib.report.style import RECIPE, REFERENCE, Unit, mib, percent, three_digits
 from recipes_lib.report.style import TIME as TIME_COLOR
 
 # A step may be skipped, as those of fp16 are while the loss scale is too large. An optimizer that
@@ -70,11 +50,6 @@ class ReadyStep:
 class MemoryLadder(Ladder):
     """How many bytes and seconds each step takes.
 
-    Args:
-        rows, length: of the batch of every step, for tokens per second and the share of the limit.
-        rates: operations per second of matrix products by dtype, for the share of the limit:
-            what `core.measure.device_speed.measure_matrix_rates` returns.
-
     `predictions` and `timelines` hold what was predicted and measured of every row that climbed.
     """
 
@@ -84,42 +59,23 @@ class MemoryLadder(Ladder):
         Column("change", "change", "", percent),
         RATIO,
         TIME,
-        Column("share_of_limit", "of limit", "", SHARE),
         Column("loss", "loss", "nats", "{:.4f}".format),
-        Column("tokens_per_second", unit="tokens/s"),
-        Column("operations"),
         Column("prediction_error"),
     )
-    timed = ("ratio", "seconds", "share_of_limit")
+    timed = ("ratio", "seconds")
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        folder: Path | None = None,
-        rows: int = 0,
-        length: int = 0,
-        rates: Mapping[torch.dtype, float] | None = None,
-    ) -> None:
-        super().__init__(name, folder=folder)
-        self.rows_of_a_batch = rows
-        self.length = length
-        self.rates = dict(rates or {})
-        if self.rates:
-            self.facts["rates"] = rates_by_name(self.rates)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.predictions: dict[str, Prediction] = {}
         self.timelines: dict[str, Timeline] = {}
-        self._dtypes: dict[str, torch.dtype | None] = {}
 
     def climb(
         self,
         name: str,
         build: Build,
         *,
-        predicted: Prediction | None = None,
         group: str = "",
         after: str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> Row:
         """Predict a step on tensors without data, take it, and add its row.
 
@@ -130,20 +86,16 @@ class MemoryLadder(Ladder):
         Args:
             build: returns the model, its optimizer and a function `step(model, optimizer)`, which
                 takes one training step and returns the loss.
-            predicted: a prediction that was made before; by default it is made here.
             group: the heading above this row in the table.
             after: the row with which memory and loss are compared; by default the first one.
-            dtype: of the matrix products, for the share of the limit.
         Raises ValueError for a name that is taken.
         """
         self._check_new(name)
         if after is None and self.rows:
             after = self.rows[0].name
-        if predicted is None:
-            predicted = predict(build)
+        predicted = predict(build)
         before = self.predictions.get(after)
         self.predictions[name] = predicted
-        self._dtypes[name] = dtype
         row = super().climb(
             name,
             partial(ReadyStep, build),
@@ -154,7 +106,7 @@ class MemoryLadder(Ladder):
             group=group,
             predicted_bytes=predicted.peak,
         )
-        if after is not None and row.loss is not None and self[after].loss is not None:
+        if after is not None:
             print(f"  the loss is {_compared(row.loss, self[after])}")
         return row
 
@@ -171,15 +123,10 @@ class MemoryLadder(Ladder):
         if timeline is None:  # compiled blocks have one only where they run as plain ones
             timeline = record_timeline(step.step, **of_model).without(step.alive_before)
         self.timelines[name] = timeline
-        operations = None
-        if self.length:
-            batch = {"rows": self.rows_of_a_batch, "length": self.length}
-            operations = step_operations(step.model, **batch)
         return {
             "peak_bytes": measured.peak_bytes,
             "seconds": measured.seconds,
             "loss": losses[0],  # that of the step under the account
-            "operations": operations,
         }
 
     def _take_turns_together(self, names: Sequence[str], rounds: int) -> None:
@@ -192,20 +139,14 @@ class MemoryLadder(Ladder):
             row.change = row.peak_bytes / first.peak_bytes - 1
         if row.predicted_bytes is not None:
             row.prediction_error = row.predicted_bytes / row.peak_bytes - 1
-        tokens = self.rows_of_a_batch * self.length
-        if tokens:
-            row.tokens_per_second = tokens / row.seconds
-        rate = self.rates.get(self._dtypes.get(row.name))
-        if row.operations is not None and rate is not None:
-            row.share_of_limit = row.operations / rate / row.seconds
 
     def saved(self, name: str) -> float:
         """The part of the baseline's peak that a row saves: 0.85 means 85 % less."""
         return 1 - self[name].peak_bytes / self.rows[0].peak_bytes
 
-    def chart(self, *, title: str | None = None) -> Any:
-        """Peaks with predictions as ticks, times with their ranges. Without a title it says what
-        the ladder has saved as a whole.
+    def chart(self) -> Any:
+        """Peaks with predictions as ticks, times with their ranges. The title says what the ladder
+        has saved as a whole.
         """
         rows = self.rows
         first = rows[0]
@@ -222,7 +163,7 @@ class MemoryLadder(Ladder):
                 [unit.of(row.peak_bytes) for row in rows],
                 peaks,
                 marks=[unit.of(row.predicted_bytes) for row in rows],
-                colors=of_rows(len(rows)),
+                colors=[REFERENCE, *[RECIPE] * (len(rows) - 1)],
                 width=2.4,
             ),
             Bars(
@@ -234,11 +175,8 @@ class MemoryLadder(Ladder):
                 width=1.5,
             ),
         ]
-        shares = [cell(row, Column("share_of_limit", words=SHARE)) for row in rows]
-        if any(shares):
-            columns.append(Bars("of the limit", labels=shares, width=0.7))
         change = f"{unit.number(first.peak_bytes)} → {unit.text(lowest.peak_bytes)}"
-        return self.draw(*columns, title=title or f"{change} of peak memory with {lowest.name}")
+        return self.draw(*columns, title=f"{change} of peak memory with {lowest.name}")
 
 
 def what_changes(before: Prediction | None, new: Prediction) -> str:

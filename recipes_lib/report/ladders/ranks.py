@@ -9,11 +9,7 @@ from typing import Any
 from recipes_lib.core.ranks.run_result import RankRun
 from recipes_lib.report.charts.bars import Bars, bars
 from recipes_lib.report.ladder import RATIO, TIME, Column, Ladder, Row, same_to
-from recipes_lib.report.style import (
-    TERMS,
-    Unit,
-    mib,
-)
+from recipes_lib.report.style import TERMS, Unit, mib
 
 
 class RankTurn:
@@ -46,9 +42,6 @@ class RankLadder(Ladder):
         Column("loss_difference", "loss to 1st", "nats", same_to),
         Column("losses", unit="nats"),
         Column("calls"),
-        Column("predicted_parameters", unit="B"),
-        Column("predicted_gradients", unit="B"),
-        Column("predicted_states", unit="B"),
     )
 
     def climb(
@@ -84,9 +77,6 @@ class RankLadder(Ladder):
             expected=expected,
             group=group,
             predicted_bytes=kept,
-            predicted_parameters=predicted.weights,
-            predicted_gradients=predicted.gradients,
-            predicted_states=predicted.states,
             predicted_sent=predicted_sent,
         )
 
@@ -100,12 +90,12 @@ class RankLadder(Ladder):
         measured = vars(came) | {"seconds": seconds, "kept_bytes": came.kept_bytes}
         return measured | {"loss_difference": difference}
 
-    def chart(self, *, title: str | None = None) -> Any:
+    def chart(self) -> Any:
         """Stacked bars of what a rank keeps, with what was predicted as ticks."""
         kept = {row.name: row.kept_bytes for row in self.rows}
         least = min(kept, key=kept.__getitem__)
         change = f"{mib(self.rows[0].kept_bytes)} → {mib(kept[least])} per rank with {least}"
-        return rank_bytes_chart(self.rows, title=title or change)
+        return rank_bytes_chart(self.rows, title=change)
 
 
 def rank_bytes_chart(rows: Sequence[Any], *, title: str) -> Any:

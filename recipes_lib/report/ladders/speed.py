@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from recipes_lib.core.measure import timed
 from recipes_lib.report.charts.bars import Bars
-from recipes_lib.report.ladder import Column, Ladder, Row, cell, ranges_of, rates_by_name
+from recipes_lib.report.ladder import Column, Ladder, Row, cell, ranges_of
 from recipes_lib.report.style import (
     FACTOR,
     RECIPE,
@@ -86,14 +85,14 @@ class SpeedLadder(Ladder):
         name: str,
         *,
         bandwidth: float,
-        rates: Mapping[torch.dtype, float] | None = None,
-        folder: Path | None = None,
+        rates: Mapping[torch.dtype, float],
     ) -> None:
-        super().__init__(name, folder=folder)
+        super().__init__(name)
         self.bandwidth = bandwidth
         self.facts["bandwidth"] = bandwidth
-        if rates:
-            self.facts["rates"] = rates_by_name(rates)
+        # A JSON file knows no dtypes: "float32" and the like.
+        by_name = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
+        self.facts["rates"] = by_name
         self._written: dict[str, list[int]] = {}  # what the first row of each group wrote
 
     def climb(
@@ -157,9 +156,9 @@ class SpeedLadder(Ladder):
         self[name].agreement = quality.agreement
         self.save()
 
-    def chart(self, *, title: str | None = None) -> Any:
-        """Tokens per second, each bar inside the limit of its bytes. Without a title it says how
-        far the first group has come.
+    def chart(self) -> Any:
+        """Tokens per second, each bar inside the limit of its bytes. The title says how far the
+        first group has come.
         """
         rows = self.rows
         labels = []
@@ -189,7 +188,7 @@ class SpeedLadder(Ladder):
         )
         change = f"{WHOLE(rows[0].tokens_per_second)} → {WHOLE(fastest.tokens_per_second)}"
         message = f"{change} tokens per second with {fastest.name}"
-        return self.draw(*columns, title=title or message)
+        return self.draw(*columns, title=message)
 
 
 def equal_tokens(tokens: Sequence[int], reference: Sequence[int]) -> int:
