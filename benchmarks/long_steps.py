@@ -24,6 +24,7 @@ from recipes_lib.core.measure.machine import GIB, machine, seed_everything
 from recipes_lib.core.model import SHAPES, model_of_shape
 from recipes_lib.core.predict import Build, predict
 from recipes_lib.core.predict.any_size import any_size
+from recipes_lib.core.predict.flops import step_operations
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.activation_offload import offload_activations
@@ -33,7 +34,6 @@ from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.precision.pure_bf16 import bf16_adamw
-from recipes_lib.training.curriculum import flops_per_token
 from recipes_lib.workflows.longest_sequence import find_longest, peak_of
 
 LEAST_BYTES = 4096  # of what goes to the host
@@ -69,7 +69,7 @@ def longest_step(*, shape: str, layers: int | None, seq_len: int) -> Iterator[di
     with PeakMemory() as memory:
         loss = step(model, optimizer).item()
     seconds = time.perf_counter() - start
-    operations = tokens * flops_per_token(model, seq_len=tokens)
+    operations = step_operations(model, rows=1, length=tokens)
     yield asked | {
         "tokens": tokens,
         "peak_gib": memory.peak / GIB,

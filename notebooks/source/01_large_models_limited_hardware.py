@@ -1164,7 +1164,7 @@ ladder
 # |---|---|---|
 # | [gradient accumulation](../recipes_lib/training/gradient_accumulation.py) | `gradient_accumulation_steps=4` | the batch fits |
 # | [activation checkpointing](../recipes_lib/memory/activation_checkpointing.py) | `activation_checkpointing=True`, in older transformers `gradient_checkpointing=True` | activations are not at the peak |
-# | [loss in chunks](../recipes_lib/memory/chunked_cross_entropy/__init__.py) | TRL's `SFTTrainer` has one; in the Trainer `use_liger_kernel=True`, on a GPU | you need the logits |
+# | [loss in chunks](../recipes_lib/memory/chunked_cross_entropy.py) | TRL's `SFTTrainer` has one; in the Trainer `use_liger_kernel=True`, on a GPU | you need the logits |
 # | [activation offloading](../recipes_lib/memory/activation_offload.py) | `SFTConfig(activation_offloading=True)`; of inputs only: `activation_checkpointing_kwargs={"offload": True}` | checkpointing is enough |
 # | [mixed precision](../recipes_lib/precision/mixed_precision.py) | `bf16=True`; on a T4 `fp16=True` | 16 bits are emulated |
 # | [compiled blocks](../recipes_lib/training/compiled_blocks.py) | `torch_compile=True` | each batch has another shape |

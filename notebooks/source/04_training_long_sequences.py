@@ -263,7 +263,7 @@ print(config.loss_type, config.activation_checkpointing_kwargs)  # nll: in chunk
 # | | recipe | makes smaller | the switch of a library |
 # |---|---|---|---|
 # | 1 | [flash attention](../recipes_lib/attention/flash.py) | scores: tokens × tokens | `attn_implementation="sdpa"`, the default |
-# | 2 | [chunked loss](../recipes_lib/memory/chunked_cross_entropy/__init__.py) | logits: tokens × vocabulary | `F.linear_cross_entropy`, Liger, TRL |
+# | 2 | [chunked loss](../recipes_lib/memory/chunked_cross_entropy.py) | logits: tokens × vocabulary | `F.linear_cross_entropy`, Liger, TRL |
 # | 3 | [checkpointing](../recipes_lib/memory/activation_checkpointing.py) | activations of all blocks but one | `model.activation_checkpointing_enable()` |
 # | 4 | [tiled MLP](../recipes_lib/memory/tiled_mlp.py) | the widest part of that one block | Axolotl `tiled_mlp: true` |
 # | 5 | [nested checkpoints](../recipes_lib/memory/nested_checkpointing.py) | inputs of the blocks | none |

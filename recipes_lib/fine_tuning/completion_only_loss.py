@@ -41,7 +41,7 @@ import torch
 from recipes_lib.core.data import Batch
 from recipes_lib.core.data.tokens_and_labels import IGNORED, Row
 from recipes_lib.core.model.causal_lm import without_adapters
-from recipes_lib.core.model.output_layer import require_shifted_loss
+from recipes_lib.core.model.loss import refuse_auxiliary_loss, require_shifted_loss
 
 # End marks of an answer. A base model's text may end with another mark than its answers.
 ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>")
@@ -79,10 +79,7 @@ def completion_only_loss(model: Any, batch: Batch) -> torch.Tensor:
     _require_logits_to_keep(model)
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     output = model(**inputs, use_cache=False, logits_to_keep=keep)
-    if getattr(output, "aux_loss", None) is not None:
-        raise ValueError(
-            "the router's auxiliary loss would be left out: set config.output_router_logits = False"
-        )
+    refuse_auxiliary_loss(output)
     logits = output.logits.float().flatten(0, 1)  # [B*K, V]
     targets = labels[:, keep].flatten()  # [B*K]
     return torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

@@ -45,9 +45,9 @@ from recipes_lib.core.model.caches_of_checkpointed_blocks import (
     without_caches,
 )
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.checkpoint_state import random_states, set_random_states
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
+from recipes_lib.core.model.random_states import random_states, set_random_states
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from recipes_lib.memory._host_and_disk_stores import SavedStorage, Store, layout_of, make_store
 

@@ -45,9 +45,9 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.model.causal_lm import decoder_blocks, projection_widths
+from recipes_lib.core.data import Batch
+from recipes_lib.core.predict.flops import step_operations
 
-Batch = dict[str, torch.Tensor]
 Stages = Sequence[tuple[int, float]]  # (length, share of the steps)
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -164,21 +164,12 @@ def curriculum_schedule(
 # --- the arithmetic -------------------------------------------------------------------------------
 
 
-def flops_per_token(model: Any, *, seq_len: int) -> float:
-    """Operations of forward and backward per token: 6 P + 6 L Q S."""
-    # What is looked up multiplies nothing, unless it is the output layer as well.
-    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    looked_up = {id(embedding.weight) for embedding in embeddings}
-    looked_up.discard(id(model.get_output_embeddings().weight))
-
-    multiplied = sum(p.numel() for p in model.parameters() if id(p) not in looked_up)  # P
-    layers = len(decoder_blocks(model))
-    query_width, _, _ = projection_widths(model.config)
-    return 6 * multiplied + 6 * layers * query_width * seq_len
-
-
 def steps_at_equal_compute(model: Any, stages: Stages, steps: int, *, full_length: int) -> int:
     """How many steps of the schedule cost what `steps` at the full length cost."""
-    full = flops_per_token(model, seq_len=full_length)
-    mean = sum(share * flops_per_token(model, seq_len=length) for length, share in stages)
-    return round(steps * full / mean)
+    mean = sum(share * _operations_per_token(model, length) for length, share in stages)
+    return round(steps * _operations_per_token(model, full_length) / mean)
+
+
+def _operations_per_token(model: Any, length: int) -> float:
+    """6 P + 6 L Q S where all weights train."""
+    return step_operations(model, rows=1, length=length) / length

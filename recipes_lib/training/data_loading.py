@@ -44,12 +44,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from recipes_lib.core.data import Batch
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.measure.machine import machine, synchronize
 from recipes_lib.core.ranks import rank as own_rank
 from recipes_lib.core.ranks import world_size
 
-Batch = dict[str, torch.Tensor]
 Collate = Callable[[list[Any]], Batch]
 
 # --- the idea: what a learner can copy ------------------------------------------------------------

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recipes_lib.core.model.checkpoint_state import random_states, set_random_states
 from recipes_lib.core.model.marks import GRADIENT_TAKER, STEPS_IN_BACKWARD, any_marked
+from recipes_lib.core.model.random_states import random_states, set_random_states
 from recipes_lib.core.ranks import world_size
 
 # What torch says when memory ends in a library or driver call instead of its own allocator. A

@@ -36,18 +36,17 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from recipes_lib.core.model.checkpoint_state import (
     NO_PARTS,
     check_same_run,
     facts_of,
-    kept_buffers,
-    random_states,
     replaced_at_once,
-    set_random_states,
+    saved_tensors,
 )
+from recipes_lib.core.model.random_states import random_states, set_random_states
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -97,7 +96,7 @@ def save_checkpoint(
     state = {
         "step": step,
         "facts": facts_of(run, model, optimizer, parts),
-        "tensors": _tensors(model),
+        "tensors": saved_tensors(model),
         "optimizer": _in_python_numbers(optimizer.state_dict()),
         "parts": {name: _in_python_numbers(part.state_dict()) for name, part in parts.items()},
         "random": random_states(),
@@ -122,17 +121,11 @@ def load_checkpoint(
     # weights as they are.
     for name, part in parts.items():
         part.load_state_dict(state["parts"][name])
-    for name, tensor in _tensors(model).items():
+    for name, tensor in saved_tensors(model).items():
         tensor.copy_(state["tensors"][name])
     optimizer.load_state_dict(state["optimizer"])
     set_random_states(state["random"])  # last: nothing may draw after it
     return state["step"]
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What trains, and the buffers. They share their memory with the model: nothing is copied."""
-    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return trained | kept_buffers(model)
 
 
 def _save_loadable(state: Any, file: IO[bytes]) -> None:

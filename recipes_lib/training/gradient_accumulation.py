@@ -19,7 +19,7 @@ In production   `TrainingArguments(gradient_accumulation_steps=k)`: the Trainer 
            last micro-batch.
 Source     "Fixing Gradient Accumulation", Hugging Face blog, October 2024.
 
-Shapes: B batch, S sequence, V vocabulary, k micro-batches.
+Shapes: B batch, S sequence, k micro-batches.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.data import IGNORED
+from recipes_lib.core.data import IGNORED, Batch
+from recipes_lib.core.model.loss import (
+    count_targets,
+    refuse_auxiliary_loss,
+    require_shifted_loss,
+    sum_of_losses,
+)
 from recipes_lib.core.model.marks import STEPS_IN_BACKWARD, any_marked
-from recipes_lib.core.model.output_layer import at_least_fp32, require_shifted_loss
-
-Batch = dict[str, torch.Tensor]
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -42,52 +45,27 @@ Batch = dict[str, torch.Tensor]
 def accumulated_by_hand(model: Any, batch: Batch, *, micro_batches: int) -> None:
     """Add the gradient of the mean loss over `batch` [B, S] to `.grad`, in `micro_batches` parts.
 
-    The model's loss is a mean over the micro-batch's *own* targets. Times their number it is a sum
-    again, and over the targets of the whole batch it is this micro-batch's share.
+    The model's loss is a mean over the micro-batch's *own* targets. So it counts by their share in
+    the targets of the whole batch.
     """
-    targets = count_targets(batch)  # N, of the whole batch
+    targets = count_targets(batch["labels"])  # N, of the whole batch
     rows = torch.arange(len(batch["labels"]))
     for part in rows.chunk(micro_batches):
         micro = {name: tensor[part] for name, tensor in batch.items()}  # [B/k, S]
         mean = model(**micro, use_cache=False).loss
-        (mean * count_targets(micro) / targets).backward()  # adds to what `.grad` holds already
-
-
-def count_targets(batch: Batch) -> torch.Tensor:
-    """The number of tokens that have a loss. Nothing predicts the first token of a row."""
-    return (batch["labels"][:, 1:] != IGNORED).sum()
+        share = count_targets(micro["labels"]) / targets
+        (mean * share).backward()  # adds to what `.grad` holds already
 
 
 # --- the technique --------------------------------------------------------------------------------
 
 
-def cross_entropy_sum(model: Any, batch: Batch) -> torch.Tensor:
-    """The sum of the cross-entropy over the targets of `batch`.
-
-    Labels [B, S] are not shifted, and IGNORED where there is no loss. The sum is computed here,
-    from the logits: some models ignore the Trainer's `num_items_in_batch` and would be wrong by k.
-    """
-    # The decoders of Bart and Whisper expect labels that are moved already: they are refused.
-    require_shifted_loss(model)
-    # The model predicts token t+1 from token t, so the labels move one to the left.
-    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
-    # Without labels: the model would compute a loss of its own, and its logits in fp32 with it.
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    output = model(**inputs | {"use_cache": False})
-    _refuse_auxiliary_loss(output)
-    logits = at_least_fp32(output.logits).flatten(0, 1)  # [B*S, V]
-    del output  # 16-bit logits are free now: the loss keeps what it needs
-    return torch.nn.functional.cross_entropy(
-        logits, shifted.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-
-
 def own_loss_sum(model: Any, batch: Batch) -> torch.Tensor:
-    """The same from the loss of the model, a mean over its targets: so it may be one in chunks."""
+    """`sum_of_losses` from the loss of the model, a mean over its targets: it may be in chunks."""
     require_shifted_loss(model)
     output = model(**batch | {"use_cache": False})
-    _refuse_auxiliary_loss(output)
-    return output.loss * count_targets(batch)
+    refuse_auxiliary_loss(output)
+    return output.loss * count_targets(batch["labels"])
 
 
 def accumulate_gradients(
@@ -95,7 +73,7 @@ def accumulate_gradients(
     batch: Batch | Sequence[Batch],
     *,
     micro_batches: int | None = None,
-    loss_sum: Callable[[Any, Batch], torch.Tensor] = cross_entropy_sum,
+    loss_sum: Callable[[Any, Batch], torch.Tensor] = sum_of_losses,
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
 ) -> torch.Tensor:
@@ -119,7 +97,7 @@ def accumulate_gradients(
         micros = split(batch, micro_batches)
     _refuse_steps_in_backward(model, len(micros))
     # Counted before the first forward: every micro-batch is divided by the targets of all.
-    targets = torch.stack([count_targets(micro) for micro in micros]).sum()
+    targets = torch.stack([count_targets(micro["labels"]) for micro in micros]).sum()
     if targets == 0:
         raise ValueError(f"every label is {IGNORED}: the batch has no token to train on")
     total = torch.zeros((), device=targets.device)
@@ -156,12 +134,4 @@ def _refuse_steps_in_backward(model: Any, micro_batches: int) -> None:
         raise ValueError(
             "the optimizer steps in backward, so no gradient is left to accumulate: "
             "use one of the two"
-        )
-
-
-def _refuse_auxiliary_loss(output: Any) -> None:
-    """A mixture of experts adds the loss of its router to the one that it computes itself."""
-    if getattr(output, "aux_loss", None) is not None:
-        raise ValueError(
-            "the router's auxiliary loss would be left out: set config.output_router_logits = False"
         )

@@ -43,10 +43,8 @@ import torch
 
 from recipes_lib.core.data import check_rows
 from recipes_lib.core.data.evaluation import evaluating
-from recipes_lib.core.data.tokens_and_labels import IGNORED
-from recipes_lib.core.model.output_layer import require_shifted_loss
-
-Row = dict[str, list[int]]
+from recipes_lib.core.data.tokens_and_labels import IGNORED, Row
+from recipes_lib.core.model.loss import require_shifted_loss
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

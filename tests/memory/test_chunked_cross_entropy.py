@@ -15,11 +15,11 @@ from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import chunked_loss, model_of_shape
 from recipes_lib.core.model.mixins import take_out
 from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.memory import chunked_cross_entropy as module
 from recipes_lib.memory.chunked_cross_entropy import (
     LossFromHidden,
     apply_chunked_cross_entropy,
     chunked_cross_entropy,
-    plan,
 )
 from tests.conftest import assert_same_gradients, distance, gradients
 from tests.small_models import small_model, train_a_little
@@ -79,7 +79,7 @@ class Account(TorchDispatchMode):
 def test_equals_the_plain_loss(monkeypatch, options, chunk_size):
     """In fp64: a wrong derivative."""
     # Several blocks in a chunk, the last one smaller.
-    monkeypatch.setattr(plan, "LOGITS_OF_A_BLOCK", 3 * 101)
+    monkeypatch.setattr(module, "LOGITS_OF_A_BLOCK", 3 * 101)
     hidden, weight, bias, labels = make_tensors(dtype=torch.float64)
     if "ignore_index" in options:
         labels = labels.where(labels != -100, options["ignore_index"])

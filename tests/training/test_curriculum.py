@@ -1,12 +1,10 @@
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.predict.flops import step_operations
 from recipes_lib.training.curriculum import (
     curriculum_batches,
     curriculum_schedule,
-    flops_per_token,
     rows_that_grow,
     steps_at_equal_compute,
 )
@@ -85,28 +83,16 @@ def test_shares_become_steps():
     assert all(sum(counts(steps)) == steps for steps in range(4, 60))
 
 
-@pytest.mark.parametrize("family", ["tiny-llama", "tiny-gemma2"])  # tied, heads wider than D
-def test_flops_per_token_are_those_of_the_matrix_products(family):
-    """The mistake: a tied output layer is taken for a table, or Q for as wide as the model.
-
-    Eager attention multiplies the upper triangle too, as causal attention in rows twice as long.
-    """
-    tiny = model_of_shape(family, device="cpu")
-    tiny.set_attn_implementation("eager")
-    ids = torch.randint(1, 128, (2, 129))
-    with FlopCounterMode(display=False) as counter:
-        tiny(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    expected = ids.numel() * flops_per_token(tiny, seq_len=2 * 129)
-    assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
-
-
 def test_steps_at_equal_compute_cost_the_same(llama):
     """The mistake: a schedule that never sees the full length gets too few steps."""
-    per_step = flops_per_token(llama, seq_len=256)
+
+    def cost(length):
+        return step_operations(llama, rows=1, length=length) / length
+
     for stages in ([(32, 0.5), (256, 0.5)], [(32, 1.0)]):
         steps = steps_at_equal_compute(llama, stages, 200, full_length=256)
-        spent = sum(steps * share * flops_per_token(llama, seq_len=n) for n, share in stages)
-        assert spent == pytest.approx(200 * per_step, rel=0.01)
+        spent = sum(steps * share * cost(length) for length, share in stages)
+        assert spent == pytest.approx(200 * cost(256), rel=0.01)
 
 
 @pytest.mark.parametrize(

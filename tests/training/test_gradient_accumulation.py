@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import BatchEncoding, MixtralConfig, MixtralForCausalLM
+from transformers import BatchEncoding
 
 from recipes_lib.core.data import IGNORED, collate
 from recipes_lib.core.model import model_of_shape
@@ -10,7 +10,7 @@ from recipes_lib.training.gradient_accumulation import (
     accumulate_gradients,
     accumulated_by_hand,
 )
-from tests.conftest import assert_same_gradients, gradients, make_batch
+from tests.conftest import assert_same_gradients, gradients
 
 
 def full_batch(model, batch):
@@ -91,19 +91,3 @@ def test_optimizer_in_backward_is_refused(llama, batch):
     accumulate_gradients(llama, batch, micro_batches=1)
     mark(parameter, STEPS_IN_BACKWARD, False)  # an offloaded optimizer that waits for the last one
     accumulate_gradients(llama, batch, micro_batches=2)
-
-
-def test_an_auxiliary_loss_is_not_dropped_silently():
-    """The mistake: a mixture trains without the loss of its router."""
-    config = MixtralConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=128,
-        num_local_experts=2,
-        output_router_logits=True,
-    )
-    with pytest.raises(ValueError, match="auxiliary loss"):
-        accumulate_gradients(MixtralForCausalLM(config), make_batch(), micro_batches=2)

@@ -20,10 +20,10 @@ from recipes_lib.core.model.chunked_loss import (
     ChunkPlan,
     LayerProducts,
     LossWithGradients,
-    device_type,
     divisor_of_mean,
     dtype_of_products,
-    rows_of_a_chunk,
+    on_a_cpu,
+    plan_chunks,
     rows_with_a_target,
     zero_gradients,
 )
@@ -64,9 +64,16 @@ def distillation_loss(
     """
     rows = rows_with_a_target(labels, ignore_index)  # [N]
     targets = labels.flatten()[rows]  # [N]
+    here = on_a_cpu(hidden)
     plan = plan_chunks(
-        hidden, layer.weight, teacher_hidden, teacher_layer.weight, chunk_size=chunk_size
+        hidden,
+        layer.weight,
+        targets=len(rows),
+        chunk_size=chunk_size,
+        chunk_bytes=CHUNK_BYTES if here else CHUNK_BYTES_ON_GPU,
+        block_logits=LOGITS_OF_A_BLOCK if here else LOGITS_OF_A_BLOCK_ON_GPU,
     )
+    teacher_products = dtype_of_products(teacher_hidden, teacher_layer.weight)
     training = torch.is_grad_enabled()  # inside a Function it is always off
     # The plan knows the dtype of each product: autocast would choose another one.
     with torch.autocast(hidden.device.type, enabled=False):
@@ -80,6 +87,7 @@ def distillation_loss(
             divisor_of_mean(len(rows), num_items),
             Mixture(temperature, teacher_share),
             plan,
+            teacher_products,
             training,
         )
 
@@ -88,42 +96,6 @@ def distillation_loss(
 class Mixture:
     temperature: float
     teacher_share: float
-
-
-@dataclass(frozen=True)
-class TwoTablesPlan(ChunkPlan):
-    """The plan of a chunk with a table of the teacher beside that of the student."""
-
-    teacher_products: torch.dtype  # of the teacher's logits
-
-
-def plan_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    *,
-    chunk_size: int | None,
-) -> TwoTablesPlan:
-    """The plan for hidden [..., D] of a student, teacher_hidden [..., E] and both output layers."""
-    device = device_type(hidden)
-    chunk_bytes = CHUNK_BYTES
-    logits_of_a_block = LOGITS_OF_A_BLOCK
-    if device != "cpu":
-        chunk_bytes = CHUNK_BYTES_ON_GPU
-        logits_of_a_block = LOGITS_OF_A_BLOCK_ON_GPU
-
-    vocabulary = len(weight)
-    products = dtype_of_products(hidden, weight, device)
-    sums = torch.promote_types(products, torch.float32)
-    return TwoTablesPlan(
-        rows=rows_of_a_chunk(vocabulary, products, chunk_size=chunk_size, most_bytes=chunk_bytes),
-        block_rows=max(1, logits_of_a_block // vocabulary),
-        products=products,
-        sums=sums,
-        weight_sums=sums,
-        teacher_products=dtype_of_products(teacher_hidden, teacher_weight, device),
-    )
 
 
 class ChunkedDistillation(LossWithGradients):
@@ -142,13 +114,14 @@ class ChunkedDistillation(LossWithGradients):
         targets: Tensor,
         divisor: Tensor,
         mixture: Mixture,
-        plan: TwoTablesPlan,
+        plan: ChunkPlan,
+        teacher_products: torch.dtype,
         training: bool,
     ) -> Tensor:
         """The sum over chunks of tokens, with logits of student and teacher for one alone."""
         gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
         student = _Layer(OutputLayer(weight, bias, softcap), plan.products, plan.sums)
-        teacher = _Layer(teacher_layer, plan.teacher_products, plan.sums)
+        teacher = _Layer(teacher_layer, teacher_products, plan.sums)
         most = min(plan.rows, len(rows))
         room = student.room(most)  # [C, V]
         teacher_room = teacher.room(most)  # [C, V]
@@ -158,7 +131,7 @@ class ChunkedDistillation(LossWithGradients):
             inputs = hidden[index].to(plan.products)  # [C, D]
             logits = student.logits(inputs, out=room[: len(index)])  # [C, V]
             of_teacher = teacher.logits(
-                teacher_hidden[index].to(plan.teacher_products),  # [C, E]
+                teacher_hidden[index].to(teacher_products),  # [C, E]
                 out=teacher_room[: len(index)],
             )
             blocks = zip(*(each.split(plan.block_rows) for each in (logits, of_teacher, target)))

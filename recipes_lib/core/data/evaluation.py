@@ -31,7 +31,7 @@ from recipes_lib.core.model.decoding import (
     require_decoder,
     token_row,
 )
-from recipes_lib.core.model.output_layer import at_least_fp32
+from recipes_lib.core.model.loss import at_least_fp32, next_tokens
 
 # A model's own generation_config may sample, or penalize repetition, also that of the padding.
 GREEDY = {
@@ -98,8 +98,7 @@ def _count_targets(labels: Sequence[int]) -> int:
 
 def _losses_of_batch(model: Any, batch: Batch) -> torch.Tensor:
     """The sum of the losses of each row: [B]. Positions before the first target get no logits."""
-    # The target of position t is token t + 1.
-    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
+    labels = next_tokens(batch["labels"])  # [B, S]
     columns_with_targets = (labels != IGNORED).any(0).nonzero()
     keep = labels.shape[1] - int(columns_with_targets[0])
     with evaluating(model):

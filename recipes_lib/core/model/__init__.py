@@ -6,7 +6,7 @@ local folder works too. `model_of_shape("llama-3.1-8b")` gives random weights of
 bytes_of_tensors  bytes of tensors, parameters and optimizer states
 caches_of_checkpointed_blocks  a block that runs twice must not fill a KV cache twice
 causal_lm  what a causal language model is here, and where its parts are
-checkpoint_state  what all checkpoints share: the facts of a run, random states, the last rename
+checkpoint_state  what all checkpoints share: the facts of a run, and the last rename
 chunked_loss  losses whose logits exist for a chunk of tokens at a time: plan, gradients
 compiling  whether torch.compile can make kernels here
 decoding  what a decoder is: cache of keys and values, protocol, greedy loop
@@ -16,11 +16,13 @@ integer_grid  weights on few whole numbers, symmetric around zero, as edge runti
 kernels_for_grouped_heads  which kernels of attention take fewer heads of keys than of queries
 linears  the linear layers of a model by name, and others in their places
 loading  a pretrained model, its configuration and its tokenizer, by name
+loss  the sum of the losses over the tokens that have a target
 marks  what techniques leave on parameters and blocks for each other
 mixins  mix a class into one module of a model, and take it out again
 one_document  a model that refuses several documents in a row
 output_layer  a causal LM up to its output layer, for losses that make the logits
 probe  a technique proves itself on the model that it is given, or leaves it as it was
+random_states  the random states of a process: taken away, and put back
 recomputed_parts  a part of a block in parts of its own, each once more in backward
 recurrence_kernels  which kernels the recurrences of a hybrid model want, and which are missing
 second_derivatives  a backward written by hand refuses create_graph=True

@@ -1,13 +1,13 @@
-"""What all checkpoints share: the facts that name a run, its random states, and the last rename.
+"""What all checkpoints share: the facts that name a run, and the rename that ends a save.
 
 A checkpoint of another run loads without an error wherever the shapes agree. So each keeps facts,
 and they are compared before anything is loaded:
 
     run         what the user says: settings, the length of the data
-    weights     names, shapes and dtypes of what trains, and of the buffers
+    weights     shape and dtype of each tensor that is saved: what trains, and the buffers
     base        a fingerprint of each frozen weight, for adapters of another base fit as well
     optimizer   its class
-    optimized   its parameters by name
+    optimized   where it has each parameter
     parts       the class of the schedule, which takes over any other one's state without a word
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -41,35 +40,22 @@ def facts_of(
     parts: Mapping[str, Any],
 ) -> Facts:
     """What a resumed run must share. With weights in parts over ranks, every rank must ask."""
-    # Ranks that hold parts wait for each other in these two, so what may raise comes behind them.
-    weights = what_trains(model)
-    base = what_is_frozen(model)
+    base = {}
+    for name, parameter in model.named_parameters():
+        # Weights in 4 bits are whole numbers: two devices may round them otherwise.
+        if not parameter.requires_grad and parameter.is_floating_point():
+            # Ranks that hold parts wait for each other here: what may raise comes behind it.
+            base[plain_name(name)] = fingerprint([(plain_name(name), parameter)])
+    saved = saved_tensors(model)
     facts = {
         "run": dict(run),
-        "weights": weights,
+        "weights": {plain_name(name): f"{list(t.shape)} in {t.dtype}" for name, t in saved.items()},
         "base": base,
         "optimizer": {"class": optimizer_name(optimizer)},
         "optimized": optimized(model, optimizer),
         "parts": {name: type(part).__name__ for name, part in parts.items()},
     }
     return json.loads(json.dumps(facts))  # as they come back from a file: lists, and no tuples
-
-
-def what_trains(model: nn.Module) -> dict[str, str]:
-    """Shape and dtype of each tensor that a checkpoint holds, by name."""
-    held = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    held |= kept_buffers(model)
-    return {plain_name(name): f"{list(each.shape)} in {each.dtype}" for name, each in held.items()}
-
-
-def what_is_frozen(model: nn.Module) -> dict[str, str]:
-    """A fingerprint of each frozen tensor. Not in 4 bits: two devices may round otherwise."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
-            name = plain_name(name)
-            found[name] = fingerprint([(name, parameter)])
-    return found
 
 
 def check_same_run(place: Path, *, saved: Facts, given: Facts) -> None:
@@ -82,8 +68,7 @@ def check_same_run(place: Path, *, saved: Facts, given: Facts) -> None:
             names = [name for name in here if name in there]
         for name in names:
             then, now = there.get(name), here.get(name)
-            # Also as text: NaN is not equal to itself.
-            if then != now and str(then) != str(now):
+            if then != now:
                 odd.append(f"{kind} {name}: {then!r} there, {now!r} here")
     if odd:
         raise ValueError(
@@ -92,15 +77,19 @@ def check_same_run(place: Path, *, saved: Facts, given: Facts) -> None:
         )
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model: what trains, and the buffers. Nothing is copied.
+
+    The buffers are those of the `state_dict`: running statistics, masks of pruning, counters.
+    """
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    buffers = dict(model.named_buffers())
+    return trained | {name: buffers[name] for name in model.state_dict() if name in buffers}
+
+
 def plain_name(name: str) -> str:
     """As in the model without the wrappers of DDP and of `torch.compile`."""
     return name.removeprefix("module.").replace("_orig_mod.", "")
-
-
-def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that `state_dict` has: running statistics, masks of pruning, counters."""
-    buffers = dict(model.named_buffers())
-    return {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 def optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -132,27 +121,7 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
 
 
-# --- random states --------------------------------------------------------------------------------
-
-
-def random_states() -> dict[str, Any]:
-    """The random states of Python and of torch on all devices. NumPy's is not among them."""
-    on_cuda = []
-    if torch.cuda.is_available():
-        on_cuda = torch.cuda.get_rng_state_all()
-    return {"python": random.getstate(), "cpu": torch.get_rng_state(), "cuda": on_cuda}
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Put them back. Call it last: nothing may draw after it."""
-    random.setstate(states["python"])
-    torch.set_rng_state(states["cpu"])
-    # This machine may have fewer devices than the one that saved.
-    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(state, device)
-
-
-# --- files ----------------------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from torch import nn
 from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.measure import dry
 from recipes_lib.core.model.causal_lm import without_adapters
+from recipes_lib.core.model.loss import next_tokens
 
 
 class OutputLayer(NamedTuple):
@@ -71,11 +72,6 @@ def logit_factor(model: Any) -> float:
     if config.model_type == "hyperclovax":
         return factor * scaling
     return factor / scaling
-
-
-def at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
-    """The logits in a dtype that a loss can be computed in: 16 bits become fp32, fp64 stays."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 # --- the forward ----------------------------------------------------------------------------------
@@ -136,10 +132,7 @@ def targets_of(options: Mapping[str, Any]) -> torch.Tensor:
     """The token that each position has to predict, [B, S], from the options of a forward."""
     targets = options.get("shift_labels")
     if targets is None:
-        # The model predicts token t + 1 from token t, and from the last token nothing.
-        next_tokens = options["labels"][..., 1:]  # [B, S - 1]
-        ignored = options.get("ignore_index", IGNORED)
-        targets = nn.functional.pad(next_tokens, (0, 1), value=ignored)  # [B, S]
+        targets = next_tokens(options["labels"], ignored=options.get("ignore_index", IGNORED))
     return targets
 
 
@@ -190,25 +183,6 @@ def beside_weight_and_bias(head: nn.Module) -> list[nn.Parameter]:
     """Parameters of an output layer that an `OutputLayer` leaves out, as those of adapters."""
     own = {id(head.weight), id(getattr(head, "bias", None))}
     return [parameter for parameter in head.parameters() if id(parameter) not in own]
-
-
-def require_shifted_loss(model: Any) -> None:
-    """Raise ValueError for a Hugging Face model whose own loss does not move the labels by one.
-
-    The decoders of encoder-decoder models (Bart, Whisper) expect labels that are moved already.
-    """
-    from transformers import PreTrainedModel
-
-    causal = without_adapters(getattr(model, "module", model))
-    if not isinstance(causal, PreTrainedModel):
-        return
-    code = inspect.unwrap(type(causal).forward).__code__
-    moves_them_itself = any("shift" in name for name in code.co_varnames)
-    if "loss_function" not in code.co_names and not moves_them_itself:
-        raise ValueError(
-            f"{type(causal).__name__} computes its loss itself, from labels that are moved "
-            f"already: give a model whose loss moves them, as ForCausalLMLoss does"
-        )
 
 
 def require_plain_loss(causal: Any) -> None:

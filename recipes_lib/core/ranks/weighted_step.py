@@ -14,7 +14,7 @@ that in the *forward*, so the forward belongs into `no_sync` as well as the back
 model gains is lost meanwhile: until the last micro-batch each rank holds gradients of the whole
 model. `reduce_each` averages them in every micro-batch, and they stay sharded.
 
-Shapes: B rows of this rank, S sequence, V vocabulary.
+Shapes: B rows of this rank, S sequence.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 from recipes_lib.core.data import IGNORED, Batch
-from recipes_lib.core.model.output_layer import at_least_fp32
+from recipes_lib.core.model.loss import count_targets, sum_of_losses
 from recipes_lib.core.ranks import group_device, rank, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
@@ -68,7 +67,7 @@ def counted_tokens(labels: torch.Tensor, *, mesh: DeviceMesh | None = None) -> i
         labels: this rank's [rows, tokens], unshifted: nothing predicts the first of a row.
         mesh: the ranks that have different tokens, if they are not all ranks.
     """
-    (count,) = sums_over_ranks(int((labels[:, 1:] != IGNORED).sum()), mesh=mesh)
+    (count,) = sums_over_ranks(int(count_targets(labels)), mesh=mesh)
     return int(count)
 
 
@@ -78,7 +77,7 @@ def tokens_of_all_ranks(batches: Sequence[Batch]) -> int:
     Raises ValueError on every rank if no token has a label, and if the ranks have different numbers
     of micro-batches: one that has more would wait for the others for ever.
     """
-    count = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
+    count = sum(int(count_targets(batch["labels"])) for batch in batches)
     own = torch.tensor([count, len(batches)], device=group_device())
     of_all = [torch.empty_like(own) for _ in range(world_size())]
     distributed.all_gather(of_all, own)
@@ -93,20 +92,6 @@ def tokens_of_all_ranks(batches: Sequence[Batch]) -> int:
 
 
 # --- a step ---------------------------------------------------------------------------------------
-
-
-def sum_of_losses(model: Any, batch: Batch) -> torch.Tensor:
-    """The sum of the cross-entropy over the tokens of `batch` that have a label.
-
-    Labels [B, S] are not shifted, and IGNORED where there is no loss. `model` is a causal LM, or a
-    wrapper around one.
-    """
-    # The model predicts token t+1 from token t, so the labels move one to the left.
-    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # [B, S]
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits = model(**inputs, use_cache=False).logits  # [B, S, V]
-    logits = at_least_fp32(logits).flatten(0, 1)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def rank_step(

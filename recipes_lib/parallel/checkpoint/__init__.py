@@ -67,10 +67,9 @@ from recipes_lib.core.model.checkpoint_state import (
     check_same_run,
     facts_of,
     optimizer_name,
-    random_states,
     replaced_at_once,
-    set_random_states,
 )
+from recipes_lib.core.model.random_states import random_states, set_random_states
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
 

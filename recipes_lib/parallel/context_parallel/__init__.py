@@ -44,7 +44,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.nn import functional as F
 
 from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED
@@ -55,6 +54,7 @@ from recipes_lib.core.model.causal_lm import (
     require_causal_lm,
     without_adapters,
 )
+from recipes_lib.core.model.loss import next_tokens
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.meshes import one_axis
@@ -216,7 +216,7 @@ def shard_sequence(
             f"{context.pieces} pieces; pad them to a multiple, with labels of -100"
         )
     # The token in front of a cut predicts the one behind it, so labels are shifted before the cut.
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    targets = next_tokens(labels)
     tokens = int((targets != IGNORED).sum()) if tokens is None else tokens
     check_whole(tokens=tokens)
     mine = context.tokens_of_rank(seq).to(input_ids.device)

@@ -47,7 +47,7 @@ from recipes_lib.core.checks import check_choice, check_whole
 from recipes_lib.core.data import IGNORED
 from recipes_lib.core.model.bytes_of_tensors import tensor_bytes, trainable_bytes, weight_bytes
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
-from recipes_lib.core.model.output_layer import at_least_fp32
+from recipes_lib.core.model.loss import at_least_fp32, next_tokens
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import exchange
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
@@ -250,7 +250,7 @@ class Pipeline:
                 "added twice: to accumulate, give more rows in one call, and more micro_batches"
             )
         # [B, S]: each label in the place of the token that has to predict it.
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        targets = next_tokens(labels)
         self._tokens = int((targets != IGNORED).sum())
         check_whole(tokens=self._tokens)
         if self._shape_of_batch != input_ids.shape:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipes_lib.core.model.output_layer import at_least_fp32
+from recipes_lib.core.model.loss import at_least_fp32, next_tokens
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
 from recipes_lib.parallel.tensor_parallel.styles import first_of_rank
 
@@ -43,7 +43,7 @@ def cut_causal_lm_loss(
     `num_items_in_batch`: on each rank the same plain number.
     """
     if shift_labels is None:
-        shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        shift_labels = next_tokens(labels, ignored=ignore_index)
     targets = shift_labels.reshape(-1).to(logits.device)
     part = logits.to_local()  # [B, S, V/N]
     part = part.reshape(-1, part.shape[-1])

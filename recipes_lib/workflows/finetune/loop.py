@@ -21,6 +21,7 @@ from recipes_lib.core.data import Batch, collate
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.machine import synchronize
+from recipes_lib.core.model.loss import count_targets
 from recipes_lib.core.ranks import rank, world_size
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.weighted_step import rank_rows
@@ -33,7 +34,7 @@ from recipes_lib.parallel.data_parallel import averaged_by_hand
 from recipes_lib.precision.eight_bit_adam import eight_bit_adamw
 from recipes_lib.precision.mixed_precision import MixedPrecision, mixed_precision
 from recipes_lib.training.exact_resume import load_checkpoint, save_checkpoint
-from recipes_lib.training.gradient_accumulation import accumulate_gradients, count_targets
+from recipes_lib.training.gradient_accumulation import accumulate_gradients
 from recipes_lib.training.sequence_packing import collate_packed
 from recipes_lib.workflows.finetune.checkpoints import (
     CHECKPOINT,
@@ -169,7 +170,7 @@ def _gradients_of_all_ranks(
     model: Any, micros: Sequence[Batch], *, run: Settings, **options: Any
 ) -> torch.Tensor:
     """The same where each rank has some of the rows: every target of all rows weighs the same."""
-    own = sum(int(count_targets(micro)) for micro in micros)
+    own = sum(int(count_targets(micro["labels"])) for micro in micros)
     (of_all,) = sums_over_ranks(own)
     weight = own * world_size() / of_all  # the average over ranks, and not over their targets
 

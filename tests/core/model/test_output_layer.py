@@ -5,16 +5,13 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from torch import nn
 
 from recipes_lib.core.model import output_layer as module
 from recipes_lib.core.model.output_layer import (
     makes_plain_logits,
     output_layer_of,
-    require_shifted_loss,
     run_to_the_output_layer,
 )
-from tests.small_models import small_model
 
 SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
@@ -60,17 +57,3 @@ def test_logits_that_are_more_than_a_layer(batch, monkeypatch):
     monkeypatch.setattr(module, "logit_factor", lambda model: 1)
     output, hidden = stopped(model, batch)
     assert not makes_plain_logits(output, hidden, output_layer_of(model))
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-def test_a_loss_that_does_not_move_the_labels_is_seen():
-    """Bart's decoder learns from labels that are moved already: ours would be another loss."""
-    require_shifted_loss(small_model("Llama"))
-    require_shifted_loss(nn.Linear(1, 1))
-    bart = transformers.BartConfig(
-        vocab_size=16, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16
-    )
-    with pytest.raises(ValueError, match="from labels that are moved already"):
-        require_shifted_loss(transformers.BartForCausalLM(bart))

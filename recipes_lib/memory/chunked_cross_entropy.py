@@ -23,8 +23,6 @@ Source     Hsu et al., "Liger Kernel", arXiv 2410.10989; Wijmans et al., "Cut Yo
            2411.09009.
 
 Shapes: T tokens, D hidden, V vocabulary, C rows of a chunk, B batch, S sequence.
-
-plan  rows of a chunk, and dtypes
 """
 
 from __future__ import annotations
@@ -43,6 +41,8 @@ from recipes_lib.core.model.chunked_loss import (
     LayerProducts,
     LossWithGradients,
     divisor_of_mean,
+    on_a_cpu,
+    plan_chunks,
     rows_with_a_target,
     zero_gradients,
 )
@@ -58,7 +58,6 @@ from recipes_lib.core.model.output_layer import (
     with_loss,
 )
 from recipes_lib.core.model.probe import proves
-from recipes_lib.memory.chunked_cross_entropy.plan import plan_chunks
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -158,6 +157,13 @@ def _why_not(model: Any, output: Any, hidden: torch.Tensor, layer: OutputLayer) 
 
 # --- the loss in chunks ---------------------------------------------------------------------------
 
+# The most logits of a chunk. Larger chunks are hardly faster: the products are large enough.
+CHUNK_BYTES = 2**26  # 64 MiB
+CHUNK_BYTES_ON_GPU = 2**27
+
+# Between the products, a chunk is worked on in blocks of so many logits.
+LOGITS_OF_A_BLOCK = 2**22
+
 
 def chunked_cross_entropy(
     hidden: torch.Tensor,
@@ -185,7 +191,14 @@ def chunked_cross_entropy(
     rows = rows_with_a_target(labels, ignore_index)  # [N]
     targets = labels.flatten()[rows]  # [N]
     divisor = divisor_of_mean(len(rows), num_items)
-    plan = plan_chunks(hidden, weight, targets=len(rows), chunk_size=chunk_size)
+    plan = plan_chunks(
+        hidden,
+        weight,
+        targets=len(rows),
+        chunk_size=chunk_size,
+        chunk_bytes=CHUNK_BYTES if on_a_cpu(hidden) else CHUNK_BYTES_ON_GPU,
+        block_logits=LOGITS_OF_A_BLOCK,
+    )
     training = torch.is_grad_enabled()  # inside a Function it is always off
     # The plan knows the dtype of each product: autocast would choose another one.
     with torch.autocast(hidden.device.type, enabled=False):
