@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +87,6 @@ class Tracker(contextlib.AbstractContextManager):
 
     def log(self, step: int, **values: Any) -> None:
         """Log numbers, or tensors of one element. NaN is kept: it is what one looks for."""
-        self.write(step, {name: float(value) for name, value in values.items()})
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Hand the numbers of one step to the library."""
         raise NotImplementedError
 
     def flush(self) -> None:
@@ -111,17 +106,13 @@ class TensorBoard(Tracker):
     def __init__(self, path: Path, settings: dict[str, Any], resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # The reader takes files by name, and a name begins with the second of its start: a resume
-        # within the same second could be read before what it goes on from.
-        while list(path.glob(f"events.out.tfevents.{int(time.time())}.*")):
-            time.sleep(0.05)
         # The page hides what is older than `purge_step`. Written every second, not every 120.
         self._writer = SummaryWriter(str(path), purge_step=resume_step, flush_secs=1)
         self._writer.add_text("settings", json.dumps(settings, default=str))
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, **values: Any) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, float(value), step)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -145,8 +136,8 @@ class MLflow(Tracker):
         self._mlflow.start_run(run_id, run_name=path.name)
         self._mlflow.log_params(settings)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._mlflow.log_metrics(values, step=step)
+    def log(self, step: int, **values: Any) -> None:
+        self._mlflow.log_metrics({name: float(value) for name, value in values.items()}, step=step)
 
     def close(self, *, failed: bool = False) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
@@ -169,17 +160,13 @@ class WandB(Tracker):
         )
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, **values: Any) -> None:
         # The step is one of the values: with the argument `step=`, W&B holds them all back until
         # the next step.
-        self._run.log({"step": step} | values)
+        self._run.log({"step": step} | {name: float(value) for name, value in values.items()})
 
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-LIBRARIES: dict[str, type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "mlflow": MLflow,
-    "wandb": WandB,
-}
+LIBRARIES = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
