@@ -38,7 +38,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.caches_of_checkpointed_blocks import (
-    argument_names,
     generates,
     require_no_checkpoints,
     without_caches,
@@ -105,14 +104,7 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
     check_choice(("block", "selective"), mode=mode)
     require_no_checkpoints(blocks)
     for index in range(0, len(blocks), every):
-        names = argument_names(blocks[index])
-        mix_in(
-            blocks[index],
-            Checkpointed,
-            checkpointed_index=index,
-            checkpoint_mode=mode,
-            argument_names=names,
-        )
+        mix_in(blocks[index], Checkpointed, checkpointed_index=index, checkpoint_mode=mode)
     return model
 
 
@@ -121,14 +113,13 @@ class Checkpointed:
 
     checkpointed_index: int  # among the blocks; other techniques read this mark
     checkpoint_mode: str
-    argument_names: tuple[str, ...]  # of the block's forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block under PyTorch's `checkpoint`, but for generation, which wants its cache."""
         if generates(self, args, kwargs):
             return super().forward(*args, **kwargs)
         args, kwargs = without_caches(
-            args, kwargs, index=self.checkpointed_index, names=self.argument_names
+            args, kwargs, index=self.checkpointed_index, names=self.forward_arguments
         )
         # A reentrant checkpoint, the older kind, gives weights no gradient if the block's input
         # needs none. So it is with adapters on a frozen base.

@@ -39,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.dry_run import dry, real_tensors
 from recipes_lib.core.model.caches_of_checkpointed_blocks import (
-    argument_names,
     generates,
     require_no_checkpoints,
     without_caches,
@@ -103,9 +102,7 @@ def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None
         raise ValueError(f"to='host': the weights on {device} are there already; use to='disk'")
     weights = StreamedWeights(places, make_store(to, device, directory))
     for number, block in enumerate(blocks):
-        names = argument_names(block)
-        attributes = {"checkpointed_index": number, "argument_names": names}
-        mix_in(block, Streamed, streamed_weights=weights, **attributes)
+        mix_in(block, Streamed, checkpointed_index=number, streamed_weights=weights)
     return model
 
 
@@ -113,7 +110,6 @@ class Streamed:
     """What is mixed into a block: it has its weights while it is computed."""
 
     checkpointed_index: int  # among the blocks; other techniques read this mark
-    argument_names: tuple[str, ...]
     streamed_weights: StreamedWeights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +117,7 @@ class Streamed:
         if generates(self, args, kwargs):
             return self._with_weights(super().forward, *args, **kwargs)
         args, kwargs = without_caches(
-            args, kwargs, index=self.checkpointed_index, names=self.argument_names
+            args, kwargs, index=self.checkpointed_index, names=self.forward_arguments
         )
         forward = functools.partial(self._with_weights, super().forward)
         trainable = [each for each in self.parameters() if each.requires_grad]

@@ -41,7 +41,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from recipes_lib.core.model.caches_of_checkpointed_blocks import (
-    argument_names,
     generates,
     require_no_checkpoints,
     without_caches,
@@ -93,14 +92,7 @@ def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
         shared = _Group(first, last)
         for index in range(first, last + 1):
             # Attributes of the block: a deep copy of the model gets groups of its own.
-            names = argument_names(blocks[index])
-            mix_in(
-                blocks[index],
-                Nested,
-                checkpointed_index=index,
-                checkpoint_group=shared,
-                argument_names=names,
-            )
+            mix_in(blocks[index], Nested, checkpointed_index=index, checkpoint_group=shared)
     return model
 
 
@@ -142,7 +134,6 @@ class Nested:
 
     checkpointed_index: int  # among the blocks; other techniques read this mark
     checkpoint_group: _Group
-    argument_names: tuple[str, ...]  # of the block's forward, the hidden states first
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Wait for the last block of the group, which runs them all under one checkpoint."""
@@ -155,7 +146,7 @@ class Nested:
             return super().forward(hidden_states, *args, **kwargs)
         _refuse_collecting()
         group.require_next(index, hidden_states)
-        args, kwargs = without_caches(args, kwargs, index=index, names=self.argument_names[1:])
+        args, kwargs = without_caches(args, kwargs, index=index, names=self.forward_arguments[1:])
         group.calls.append(_Call(super().forward, args, kwargs))
         if index < group.last:
             group.handed_on = hidden_states

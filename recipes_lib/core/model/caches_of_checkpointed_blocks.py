@@ -20,7 +20,6 @@ training that is an error, too, which says `use_cache=False`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,11 +41,6 @@ def require_no_checkpoints(blocks: Iterable[nn.Module]) -> None:
             "this model is checkpointed already: call core.model.mixins.take_out(model, …) or, for "
             "Hugging Face's own, model.gradient_checkpointing_disable() first"
         )
-
-
-def argument_names(block: nn.Module) -> tuple[str, ...]:
-    """What the forward of a block calls its arguments, in their order."""
-    return tuple(inspect.signature(block.forward).parameters)
 
 
 def caches_among(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:

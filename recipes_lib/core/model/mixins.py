@@ -22,6 +22,7 @@ address.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable
 from types import MethodType
 from typing import Any
@@ -119,4 +120,6 @@ def _mixed_class(mixin: type, module_class: type, attributes: tuple[str, ...]) -
 
     body = {"forward": forward, "mixed_in": mixin, "__module__": module_class.__module__}
     body["mixed_attributes"] = attributes
+    _self, *names = inspect.signature(module_class.forward).parameters
+    body["forward_arguments"] = tuple(names)  # in their order, the hidden states first
     return type(module_class.__name__, (mixin, module_class), body)
