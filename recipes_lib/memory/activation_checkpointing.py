@@ -91,13 +91,11 @@ class InputOnly(torch.autograd.Function):
 def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: int = 1) -> Any:
     """Let blocks 0, every, 2*every, … keep little, and recompute the rest. Returns `model`.
 
-    Parameter names, hooks, `isinstance` and `copy.deepcopy` work as before; adapters may come
-    before or after. To pickle the whole model (its state dict is unchanged), remove the
-    checkpointing first.
+    Parameter names, hooks and `copy.deepcopy` work as before; adapters may come before or after.
+    `take_out(model, Checkpointed)` undoes it.
 
     Args:
         mode: "block" keeps the input only, "selective" also what matmuls and attention return.
-        every: 1 for all blocks, k for every k-th.
     """
     require_causal_lm(model)
     blocks = decoder_blocks(model)

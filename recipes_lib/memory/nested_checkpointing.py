@@ -45,10 +45,7 @@ from recipes_lib.core.model.caches_of_checkpointed_blocks import (
     require_no_checkpoints,
     without_caches,
 )
-from recipes_lib.core.model.causal_lm import (
-    decoder_blocks,
-    require_causal_lm,
-)
+from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 
@@ -78,11 +75,8 @@ def nested_by_hand(blocks: Sequence[Callable], hidden: torch.Tensor, *, group: i
 def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
     """Keep the input of every `group`-th block, and recompute in two stages. Returns `model`.
 
-    Parameter names, `isinstance`, adapters and `copy.deepcopy` work as before. To pickle the
-    whole model (its state dict is unchanged), remove the checkpointing first.
-
-    Args:
-        group: blocks of a group; the last group may be smaller. 1 checkpoints every block.
+    The last group may be smaller. A `group` of 1 checkpoints every block. Parameter names, adapters
+    and `copy.deepcopy` work as before; `take_out(model, Nested)` undoes it.
     """
     require_causal_lm(model)
     blocks = decoder_blocks(model)

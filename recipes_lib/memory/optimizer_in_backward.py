@@ -33,10 +33,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from recipes_lib.core.model.trainable import parameters_to_train
-from recipes_lib.memory._gradients_in_backward import (
-    GradientsInBackward,
-    refuse_second_taker,
-)
+from recipes_lib.memory._gradients_in_backward import GradientsInBackward, refuse_second_taker
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 

@@ -76,8 +76,8 @@ def tiled_by_hand(mlp: nn.Module, hidden: torch.Tensor, *, tile_size: int) -> to
 def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = False) -> Any:
     """Let the MLP of every block, and with `norms` every RMSNorm beside it, work in tiles.
 
-    Returns `model`. Names and hooks of parameters, adapters, 4-bit layers, `isinstance` and
-    `copy.deepcopy` work as before.
+    Returns `model`. Names and hooks of parameters, adapters, 4-bit layers and `copy.deepcopy` work
+    as before.
 
     Args:
         tile_size: tokens of a tile, of all rows together. None takes the hidden size, with which

@@ -50,11 +50,7 @@ from recipes_lib.core.model.caches_of_checkpointed_blocks import caches_among
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.compiling import require_compiler
 from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, COMPILED, any_marked, mark, unmark
-from recipes_lib.core.model.mixins import (
-    mix_in,
-    require_forward_of_class,
-    unmixed_class,
-)
+from recipes_lib.core.model.mixins import mix_in, require_forward_of_class, unmixed_class
 
 BACKEND = "inductor"  # PyTorch's own, which writes the kernels
 
@@ -268,7 +264,6 @@ def _operators_are_counted() -> bool:
     """Whether a mode sees each operator, as that of a timeline does, or a dry run.
 
     torch.compile compiles nothing in most of them, and of compiled code a mode would see nothing.
-    `core.measure` measures the memory of compiled blocks without such a mode.
     """
     inside = dispatch.is_in_any_mode_without_ignore_compile_internals()
     # On a GPU that of our account lets code be compiled, which FlexAttention needs.

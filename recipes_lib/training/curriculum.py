@@ -80,14 +80,13 @@ def curriculum_batches(
 ) -> Iterator[Batch]:
     """Batches {"input_ids", "labels"} [B, S] of the steps `start_step` … `steps` - 1.
 
-    B x S is `tokens_per_step`. A function of its arguments: after a kill, `start_step` goes on
-    where the run was. Nothing is repeated before the stream is used up. Less than one long row is
-    left out of each epoch, another one every time.
+    B x S is `tokens_per_step`. After a kill, `start_step` goes on where the run was. Nothing is
+    repeated before the stream is used up. Less than one long row is left out of each epoch, another
+    one every time.
 
     Args:
         tokens: a stream of ids [tokens].
-        stages: (length, share of the steps) in ascending order of length; each length divides the
-            longest.
+        stages: (length, share of the steps), from short to long; each length divides the longest.
     """
     schedule = curriculum_schedule(stages=stages, tokens_per_step=tokens_per_step, steps=steps)
     lengths = []  # of every step's rows

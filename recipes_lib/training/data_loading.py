@@ -89,9 +89,9 @@ def step_loader(
     `start=n`, with any number of workers. On another number of ranks a step has the same rows.
 
     Args:
-        rows: a `datasets.Dataset` or a sequence, anything with a length and rows by number.
+        rows: anything with a length and rows by number.
         rows_per_step: B, of all ranks together.
-        steps: where the run ends, counted from 0, over all epochs.
+        steps: where the run ends, over all epochs.
         collate: makes a batch of a list of rows, in the worker. What it draws from `random` and
             `torch` is a function of the step and the rank, too.
         rank, ranks: by default those of the process group, or one rank without one.

@@ -108,13 +108,11 @@ def fit_micro_batches(
 
     Args:
         step: adds the gradient of the whole batch in k micro-batches. It may run several times, so
-            it takes the batch as it is given (reads no iterator) and leaves the optimizer's step to
-            the caller.
+            it reads no iterator, and leaves the optimizer's step to the caller.
         model: the module whose gradients `step` makes, of any kind.
         micro_batches: where to start; 1 or what fitted last time.
-    Any other error of `step` passes through.
     """
-    _check_divides(model)
+    _require_that_it_can_be_repeated(model)
     before = random_states()
     versions = _writes_to_weights(model)  # to see whether `step` updates the weights
     while True:
@@ -177,11 +175,8 @@ def _next_divisor(k: int, batch_size: int) -> int | None:
     return None
 
 
-# --- guards ---------------------------------------------------------------------------------------
-
-
-def _check_divides(model: Any) -> None:
-    # A failed attempt must be able to take back what it did.
+def _require_that_it_can_be_repeated(model: Any) -> None:
+    """A failed attempt must be able to take back what it did."""
     parameters = list(model.parameters())
     if any_marked(parameters, STEPS_IN_BACKWARD) or any_marked(parameters, GRADIENT_TAKER):
         raise ValueError("the optimizer takes gradients in backward: use one of the two")

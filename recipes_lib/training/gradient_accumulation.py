@@ -82,20 +82,22 @@ def accumulate_gradients(
     Args:
         batch: tensors [B, S] with `input_ids` and `labels` (IGNORED where there is no target), or a
             sequence of such micro-batches, of any lengths. A batch is split by its rows. What has
-            none goes to every micro-batch as it is: tensors [1, ...], such as `position_ids`
-            [1, S], and options.
-        micro_batches: k, into which one batch is split; must divide B. Not for a sequence, which is
-            split already.
+            none goes to every micro-batch as it is: `position_ids` [1, S], and options.
+        micro_batches: k, into which one batch is split; must divide B.
         loss_sum: the sum of the losses of a micro-batch's targets.
         autocast: makes the context of each forward.
         backward: replaces `loss.backward()` (loss scaling).
-    Returns the loss of the whole batch, a detached scalar: the mean cross-entropy over all its
-    target tokens.
+    Returns the loss of the whole batch, detached: the mean over all its targets.
     """
     micros = batch
     if isinstance(batch, Mapping):  # a tokenizer returns one that is no dict
         micros = split(batch, micro_batches)
-    _refuse_steps_in_backward(model, len(micros))
+    # With one micro-batch the first backward is the last, and an update in it is right.
+    if len(micros) > 1 and any_marked(model.parameters(), STEPS_IN_BACKWARD):
+        raise ValueError(
+            "the optimizer steps in backward, so no gradient is left to accumulate: "
+            "use one of the two"
+        )
     # Counted before the first forward: every micro-batch is divided by the targets of all.
     targets = torch.stack([count_targets(micro["labels"]) for micro in micros]).sum()
     if targets == 0:
@@ -125,13 +127,3 @@ def split(batch: Batch, micro_batches: int | None) -> list[Batch]:
             micro[name] = value[start : start + size] if has_rows else value
         micros.append(micro)
     return micros
-
-
-def _refuse_steps_in_backward(model: Any, micro_batches: int) -> None:
-    """Raise ValueError for an optimizer that would step after each micro-batch."""
-    # With one micro-batch the first backward is the last, and an update in it is right.
-    if micro_batches > 1 and any_marked(model.parameters(), STEPS_IN_BACKWARD):
-        raise ValueError(
-            "the optimizer steps in backward, so no gradient is left to accumulate: "
-            "use one of the two"
-        )

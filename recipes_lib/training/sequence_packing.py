@@ -79,12 +79,8 @@ def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
 def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None) -> list[Row]:
     """Put N rows into P rows of at most `length` tokens, whose `position_ids` restart per document.
 
-    Best-fit decreasing, with one binary search per document; nothing is cut and nothing is lost.
-    The first label of a document is IGNORED: the last token of its neighbour must not predict it.
-
-    Args:
-        rows: with `input_ids` and `labels`, as from `load_instructions`.
-        seed: shuffles the packed rows, which otherwise come longest document first.
+    Nothing is cut and nothing is lost. The packed rows come longest document first, or are shuffled
+    by `seed`.
     """
     rows = list(rows)
     check_rows(rows)
@@ -98,7 +94,7 @@ def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None)
 
 
 def best_fit(lengths: Sequence[int], *, length: int) -> list[list[int]]:
-    """The indices of `lengths` in bins of at most `length`, as `fill_rows` does, but quickly."""
+    """What `fill_rows` does, by one binary search per document."""
     for row, tokens in enumerate(lengths):
         if not 1 <= tokens <= length:
             raise ValueError(
@@ -139,8 +135,7 @@ def collate_packed(
     """Packed rows as tensors [P, L] of `input_ids`, `labels` and `position_ids`.
 
     They are padded to `length`, or to the longest; the padding is a document of its own. There is
-    no attention mask: with one, transformers would take a row for one document. Call the model with
-    `use_cache=False`.
+    no attention mask: with one, transformers would take a row for one document.
     """
     longest = max(len(pack["input_ids"]) for pack in packs)
     if length is None:

@@ -61,17 +61,13 @@ class KeyValueCache:
     def _allocate(
         self, layers: int, shape: tuple[int, int, int, int], device: torch.device | str
     ) -> None:
-        """Make the tensors of all layers; `shape` is [B, Hkv, T, D].
-
-        A cache that stores its numbers in another form makes others.
-        """
+        """Make the tensors [B, Hkv, T, D] of all layers; a cache of another form makes others."""
         options = {"dtype": self.dtype, "device": device}
         self.keys = [torch.zeros(shape, **options) for _ in range(layers)]
         self.values = [torch.zeros(shape, **options) for _ in range(layers)]
 
     @property
     def device(self) -> torch.device:
-        """Where the keys and values are."""
         return self.keys[0].device
 
     @property
@@ -117,21 +113,19 @@ class KeyValueCache:
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write K new tokens [B, Hkv, K, D] of one layer behind those that are in.
 
-        Returns the keys and values up to and with them, [B, Hkv, length + K, D] each. `length`
-        stays: `advance` moves it.
+        Returns the keys and values up to and with them, [B, Hkv, length + K, D] each.
         """
-        begin = self.length
         tokens = keys.shape[2]
-        end = begin + tokens
+        end = self.length + tokens
         all_keys = self.keys[layer]
         all_values = self.values[layer]
-        # `narrow` is what `[:, :, begin:end]` does, at half the cost of the call.
-        all_keys.narrow(2, begin, tokens).copy_(keys)
-        all_values.narrow(2, begin, tokens).copy_(values)
+        # `narrow` is what `[:, :, length:end]` does, at half the cost of the call.
+        all_keys.narrow(2, self.length, tokens).copy_(keys)
+        all_values.narrow(2, self.length, tokens).copy_(values)
         return all_keys.narrow(2, 0, end), all_values.narrow(2, 0, end)
 
     def advance(self, tokens: int) -> None:
-        """`tokens` were appended to every layer."""
+        """Move the end: `tokens` were appended to every layer."""
         self.length += tokens
 
     def truncate(self, length: int) -> None:
@@ -159,11 +153,9 @@ class CausalDecoder(Protocol):
         """Append `tokens` [B, K] to the cache and return their logits [B, K, V].
 
         Args:
-            last_only: logits of the last token only, [B, 1, V]. The prompt of a generation needs
-                no others.
+            last_only: logits of the last token only, [B, 1, V].
             row_by_row: compute the attention of the K tokens one after the other, without a mask.
                 Then each token gets the same operations as in a call of its own.
-        Raises ValueError for more tokens than the cache has room for.
         """
         ...
 
@@ -223,10 +215,7 @@ def greedy(
 ) -> list[int]:
     """Generate up to `new_tokens` tokens, each the likeliest one. Returns them without the prompt.
 
-    Args:
-        prompt: token ids, as a list or as a tensor [1, S].
-        stop: ids that end the answer; the one that came is returned as the last token.
-    Raises ValueError for what is no decoder, and as `token_row` and the cache do.
+    The first of the ids in `stop` ends the answer, and is its last token.
     """
     require_decoder(decoder)
     stop = stop_ids(stop)

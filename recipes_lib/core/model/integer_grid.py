@@ -49,8 +49,6 @@ def to_grid(weight: Tensor, *, bits: int, group: int | None = None) -> IntegerGr
     Args:
         bits: of a level, from 2 to 8.
         group: weights beside each other in a row that share a scale. None: the whole row.
-    Raises ValueError for other bits, for a group that does not divide the row, and for weights that
-    are not finite.
     """
     check_bits(bits=bits)
     weight = weight.detach()

@@ -110,9 +110,8 @@ def layers_to_quantize(
 ) -> list[str]:
     """The names of the layers to quantize, each once.
 
-    None means all but the output layer, and those whose weight the model reads by itself.
-    Raises ValueError for adapters, names that are no linear layers, and layers that are quantized
-    already (`way_out` says what to do then).
+    None means all but the output layer, and those whose weight the model reads by itself. `way_out`
+    says what to do with a layer that is quantized already.
     """
     if hasattr(model, "peft_config"):
         raise ValueError("the model has adapters: call model.merge_and_unload() first")
@@ -139,13 +138,10 @@ def replace_linears(
     *,
     names: Iterable[str],
 ) -> nn.Module:
-    """Put `make(linear)` in the place of each linear layer in `names`. Returns `model`.
-
-    All new modules are made one by one, so that at most one layer exists twice.
-    """
+    """Put `make(linear)` in the place of each linear layer in `names`. Returns `model`."""
     layers = linear_layers(model)
     for name in names:
-        # `pop`: the dictionary would keep the old layer's weights alive.
+        # `pop`: the dictionary would keep the old weights alive. So one layer at most exists twice.
         new = make(layers.pop(name))
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, new)

@@ -52,10 +52,7 @@ def load_model(
 
 
 def load_config(name: str = "smollm2") -> Any:
-    """Load the configuration that belongs to `load_model(name)`: its sizes, without its weights.
-
-    Raises ValueError if there is none.
-    """
+    """Load the configuration that belongs to `load_model(name)`: its sizes, without its weights."""
     from transformers import AutoConfig
 
     where = resolve(name)
@@ -68,7 +65,6 @@ def model_without_weights(name: str = "smollm2", *, dtype: torch.dtype = torch.f
 
     Only the configuration is read. Of a model with images or sounds this is the part for text,
     where that is a model by itself. Weights that are stored in few bits count as those of `dtype`.
-    Raises ValueError for what is no causal language model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto

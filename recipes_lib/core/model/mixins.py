@@ -33,8 +33,7 @@ from torch import nn
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Let `module` be a `mixin` as well, with these attributes on the instance.
 
-    Raises ValueError if one is mixed in already: two of a kind would run the technique twice. And
-    it raises what `require_forward_of_class` does.
+    Raises ValueError if one is mixed in already: two of a kind would run the technique twice.
     """
     require_forward_of_class([module])
     if isinstance(module, mixin):
@@ -50,7 +49,7 @@ def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
 def take_out(model: nn.Module, mixin: type) -> nn.Module:
     """`unmix` every module of `model` that is a `mixin`. Returns `model`.
 
-    A mixin with a method `taken_out` has it called before. Raises ValueError if there is none.
+    A mixin with a method `taken_out` has it called before.
     """
     modules = [module for module in model.modules() if isinstance(module, mixin)]
     if not modules:
@@ -65,8 +64,8 @@ def take_out(model: nn.Module, mixin: type) -> nn.Module:
 def unmix(module: nn.Module, mixin: type) -> None:
     """Give `module` the class back that it had before `mix_in`, and drop the attributes.
 
-    Raises ValueError if another mixin came later: the last one goes first. And it raises what
-    `require_forward_of_class` does: a forward that was set later holds on to the mixin.
+    Raises ValueError if another mixin came later: the last one goes first. A forward that was set
+    later would hold on to the mixin.
     """
     require_forward_of_class([module])
     outermost, *rest = type(module).__bases__

@@ -24,7 +24,6 @@ from torch import nn
 
 from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.measure import dry
-from recipes_lib.core.model.causal_lm import without_adapters
 from recipes_lib.core.model.loss import next_tokens
 
 
@@ -46,21 +45,16 @@ def output_layer_of(causal: Any) -> OutputLayer:
     factor = logit_factor(causal)
     if bias is not None and factor != 1:
         bias = bias * factor
-    return OutputLayer(head.weight, bias, final_softcap(causal))
+    softcap = getattr(causal.config.get_text_config(), "final_logit_softcapping", None)  # Gemma 2
+    return OutputLayer(head.weight, bias, softcap)
 
 
-def final_softcap(model: Any) -> float | None:
-    """c, if the model makes its logits c tanh(logits / c) (Gemma 2); None otherwise."""
-    config = without_adapters(model).config.get_text_config()
-    return getattr(config, "final_logit_softcapping", None)
-
-
-def logit_factor(model: Any) -> float:
+def logit_factor(causal: Any) -> float:
     """f, if the model makes its logits f times what its output layer returns; 1 otherwise.
 
     Cohere and Falcon-H1 multiply by a factor of their configuration, Granite divides by it.
     """
-    config = without_adapters(model).config.get_text_config()
+    config = causal.config.get_text_config()
     factor = 1.0
     for name in ("logit_scale", "lm_head_multiplier"):
         value = getattr(config, name, None)

@@ -62,11 +62,7 @@ def model_of_shape(
     dtype: torch.dtype = torch.float32,
     device: str | None = None,
 ) -> Any:
-    """Build random weights of a public model's shape (a key of `SHAPES`), if you like with fewer
-    layers.
-
-    Raises ValueError for a shape that is not listed.
-    """
+    """Build random weights of a public model's shape (a key of `SHAPES`), or of fewer layers."""
     import transformers
 
     check_choice(SHAPES, shape=shape)

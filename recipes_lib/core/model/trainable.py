@@ -1,8 +1,4 @@
-"""What an optimizer is given: the trainable parameters of a model, or what the caller has chosen.
-
-PyTorch's optimizers take parameters. Those of the recipes take a model as well, because that is
-what the caller has at hand.
-"""
+"""What an optimizer is given: what trains in a model, or parameters that the caller has chosen."""
 
 from __future__ import annotations
 
