@@ -84,9 +84,7 @@ def offload_activations(
     in_flight: int = 4,
     directory: str | None = None,
 ) -> contextlib.AbstractContextManager[Offloader]:
-    """Run forward and backward of `model` inside this context.
-
-    The handle's `moved_bytes` says what went out.
+    """Run forward and backward of `model` inside this context; its `moved_bytes` say what went out.
 
     Args:
         to: "host" copies to pinned memory on a second CUDA stream, "disk" to an unnamed file.

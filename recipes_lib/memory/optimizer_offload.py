@@ -275,7 +275,7 @@ class HostLink:
             torch.cuda.current_stream(self._device).wait_stream(self._up)
 
 
-# --- guards ---------------------------------------------------------------------------------------
+# --- what it needs --------------------------------------------------------------------------------
 
 
 def _require_one_device(parameters: list[nn.Parameter], *, allow_cpu: bool) -> None:
@@ -322,10 +322,6 @@ def host_bytes(model: nn.Module) -> int:
     for parameter in model.parameters():
         if parameter.requires_grad:
             total += 4 * 4 * parameter.numel()
-            total += _pinned_bytes(tensor_bytes(parameter))
+            # Of pinned memory torch takes the next power of two.
+            total += 2 ** (tensor_bytes(parameter) - 1).bit_length()
     return total
-
-
-def _pinned_bytes(size: int) -> int:
-    """What torch takes for `size` bytes of pinned memory: the next power of two."""
-    return 2 ** (size - 1).bit_length()

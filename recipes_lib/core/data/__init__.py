@@ -9,7 +9,7 @@ pair_columns  a row as a pair, a conversation or a text, whatever its columns ar
 turns  the turns of a conversation in one form, whatever their fields are called
 chat_template  what a chat template makes of a conversation, compared with what it holds
 tokens_and_labels  pairs and conversations as tokens and labels, by the model's own template
-pairs  the whole way: of the library, a file, the hub or a list
+pairs  the whole way: of the library, a file, the hub or a list, as text and as rows
 batching  rows as batches: checked, right-padded, one after the other
 
 corpus  Python's own standard library as text and as instruction pairs

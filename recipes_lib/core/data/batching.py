@@ -24,7 +24,6 @@ def collate(
 
     There is no attention mask: a causal model never looks to the right, where the padding is, and
     without a mask attention takes its fast path and does not repeat the KV heads.
-    Raises ValueError for a length that does not hold the longest, and as `check_rows` does.
     """
     rows = list(rows)
     check_rows(rows)

@@ -70,10 +70,7 @@ def written(
 
     Some templates write the arguments of a call from an object, others from its JSON text; some
     know thinking as a field, others as a part of the content. The first form counts of which
-    nothing is left out.
-
-    Raises ValueError for a conversation that it refuses, and for a piece of content or a tool that
-    it leaves out.
+    nothing is left out. Where there is none, a ValueError names what is.
     """
     if not getattr(tokenizer, "chat_template", None):
         _check_plain(messages, tools)
@@ -125,10 +122,7 @@ def _check_tools(tokenizer: Any, turns: list[Turn], tools: list[dict[str, Any]])
 def render(
     tokenizer: Any, messages: Sequence[Turn], tools: Any = None, *, asks: bool = False
 ) -> str:
-    """The text of `messages`; `asks` adds what generation puts before an answer.
-
-    Raises ValueError for what the template refuses.
-    """
+    """The text of `messages`; `asks` adds what generation puts before an answer."""
     import jinja2  # with which transformers runs templates
 
     if not getattr(tokenizer, "chat_template", None):

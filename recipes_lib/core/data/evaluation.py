@@ -46,10 +46,7 @@ GREEDY = {
 
 
 def evaluate(model: Any, data: Iterable[Row], *, pad_token_id: int, batch_size: int = 8) -> float:
-    """Held-out loss: the mean over all targets of `data`, in nats. Every module keeps its mode.
-
-    A row without a target is left out. Raises ValueError if no row has one, and as `row_losses`.
-    """
+    """Held-out loss: the mean over all targets of `data`, in nats. Rows without one are left out."""
     rows = [row for row in data if _count_targets(row["labels"][1:]) > 0]
     if not rows:
         raise ValueError(
@@ -65,11 +62,9 @@ def row_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each row the sum of its losses in nats, and its number of targets.
 
-    Both are fp64 [N] on the CPU, in the order of `data`. Every module keeps its mode.
-
-    Args:
-        data: rows with `input_ids` and unshifted `labels`, IGNORED where there is no loss.
-    Raises ValueError for no rows, a row without a target, and a loss that is not finite.
+    Both are fp64 [N] on the CPU, in the order of `data`: rows with `input_ids` and unshifted
+    `labels`, IGNORED where there is no loss. Raises ValueError for a row without a target, and for
+    a loss that is not finite.
     """
     rows = list(data)
     check_whole(rows=len(rows))
@@ -121,10 +116,7 @@ def _losses_of_batch(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def text_windows(tokenizer: Any, *, text: str, context: int = 256, windows: int = 8) -> list[Row]:
-    """Rows of `context` tokens from evenly spaced pieces of `text`. Every token is a target.
-
-    Raises ValueError if a piece is too short.
-    """
+    """Rows of `context` tokens from evenly spaced pieces of `text`. Every token is a target."""
     spacing = len(text) // windows
     # No text has 32 characters per token: the rest of a long piece need not be tokenized.
     size = min(spacing, 32 * context)
@@ -153,14 +145,11 @@ def generate_answers(
     max_new_tokens: int = 32,
     batch_size: int = 20,
 ) -> list[str]:
-    """Answer greedily, in batches. Every module keeps its mode.
+    """Answer greedily, in batches.
 
     The answers are those of one prompt at a time, but for ties that rounding decides in 16 bits.
-
-    Args:
-        prompts: questions, which get the chat template if there is one, or rows, whose answers
-            are cut off.
-    Raises ValueError for a prompt without a question.
+    Prompts are questions, which get the chat template if there is one, or rows, whose answers are
+    cut off.
     """
     pad = tokenizer.pad_token_id
     if isinstance(prompts, str | dict):
@@ -206,7 +195,7 @@ def _left_padded(questions: Sequence[list[int]], pad: int, device: torch.device)
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation without gradients; afterwards every module has the mode it had."""
+    """Without dropout and gradients; afterwards every module has the mode that it had."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -258,7 +247,7 @@ def decode_quality(
         token_by_token: read one token per call with the cache, as decoding does. Kernels for one
             row and for many may differ, so this is the quality of the answer, the other one of
             the prompt. Decoders only.
-    Raises ValueError as `document_rows` does, and for losses that are not finite.
+    Raises ValueError for losses that are not finite.
     """
     rows = document_rows(model, documents)
     loss = 0.0
@@ -282,11 +271,7 @@ def decode_quality(
 def document_rows(
     model: Any, documents: Sequence[Sequence[int] | torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The documents as int64 [S] each, which `model` can read: two tokens or more.
-
-    Raises ValueError for documents that are no token ids of the model, or longer than it can read,
-    and for what is neither a causal LM nor a decoder.
-    """
+    """The documents as int64 [S] each: two token ids of `model` or more, and not too long for it."""
     require_causal_lm_or_decoder(model)
     longest = None  # a decoder says it when it makes a cache
     if is_decoder(model):

@@ -43,10 +43,8 @@ def handwritten_digits(*, train: int = 3000, test: int = 2000) -> tuple[Images, 
     """Images to train on and images to test with, [N, 1, 32, 32] each, no image in both.
 
     Every ten images in a row show the ten digits, so `.first(1000)` has as many of each. The images
-    to test with depend on `test` alone: less training keeps the same test.
-
-    Args:
-        train, test: how many images, multiples of 10; 5,000 together at most.
+    to test with depend on `test` alone: less training keeps the same test. Both numbers are
+    multiples of 10; there are 5,000 images.
     """
     images, labels = _all_digits()
     order = _stratified_order(labels)  # [5000]

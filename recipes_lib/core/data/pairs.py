@@ -1,7 +1,10 @@
-"""Pairs and conversations, from wherever they stand, as rows of tokens and labels.
+"""Pairs, conversations and texts, from wherever they stand.
 
-`load_instructions` gives them as tokens, `load_pairs` as text, and `placed_pairs` with the place of
-each, for messages about it. Without a data set they are functions of the standard library.
+    placed_pairs        as text, each with the place where it stands, for messages about it
+    load_pairs          as text, without those that are empty
+    load_instructions   as rows of tokens and labels
+
+Without a data set they are functions of the standard library with their docstrings.
 """
 
 from __future__ import annotations
@@ -18,6 +21,69 @@ from recipes_lib.core.data.row_sources import placed_rows
 from recipes_lib.core.data.tokens_and_labels import Row, tokenize_chat, tokenize_pair, tokenize_text
 from recipes_lib.core.data.turns import is_learnt
 
+# --- as text --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacedPair:
+    """A pair, a conversation or a text, with words for people about it.
+
+    Its place is "pairs.jsonl, line 7"; the columns that it was taken from, "" for the usual ones.
+    """
+
+    place: str
+    pair: Pair
+    columns: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to learn: no completion, no text, or no turn to be learnt."""
+        if "messages" in self.pair:
+            answers = [turn for turn in self.pair["messages"] if turn["role"] == "assistant"]
+            return bool(answers) and not any(map(is_learnt, self.pair["messages"]))
+        return not self.pair.get("text", self.pair.get("completion")).strip()
+
+
+def placed_pairs(
+    *,
+    split: str = "train",
+    dataset: str | Iterable[dict] | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> Iterator[PlacedPair]:
+    """All pairs of a `dataset` (see `load_instructions`), also those that are empty.
+
+    `columns` gives `prompt` and `completion` by the names that they have in the data. An error
+    about a pair begins with its place.
+    """
+    check_choice(SPLITS, split=split)
+    if dataset is None:
+        for number, pair in enumerate(docstring_pairs(split)):
+            yield PlacedPair(f"function {number} of the standard library", pair)
+        return
+    for place, row in placed_rows(dataset, split=split):
+        try:
+            pair, words = pair_of(with_known_names(row, columns) if columns else row)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        yield PlacedPair(place, pair, words)
+
+
+def load_pairs(
+    *, split: str = "train", dataset: str | Iterable[dict] | None = None
+) -> Iterator[Pair]:
+    """The pairs of a `dataset` (see `load_instructions`); a warning counts those that are empty."""
+    empty = 0
+    for placed in placed_pairs(split=split, dataset=dataset):
+        if placed.is_empty:
+            empty += 1
+        else:
+            yield placed.pair
+    if empty:
+        warnings.warn(f"left out, for their completion is empty: {empty} pairs", stacklevel=2)
+
+
+# --- as tokens and labels -------------------------------------------------------------------------
+
 
 def load_instructions(
     tokenizer: Any,
@@ -29,17 +95,16 @@ def load_instructions(
 ) -> Any:
     """Tokenized instruction pairs as a `datasets.Dataset` with columns `input_ids` and `labels`.
 
+    Their order is the same on every machine with this Python.
+
     Args:
-        split: "train" or "validation".
-        max_tokens: pairs that are longer are left out, never cut: a cut answer teaches to stop
-            anywhere.
-        limit: how many rows at most. The order is shuffled once, the same on every machine with
-            this Python.
+        split: "train" or "validation". A file or an iterable has only the first: the same rows
+            would be trained on and held out.
+        max_tokens: longer pairs are left out, never cut: a cut answer teaches to stop anywhere.
+        limit: how many rows at most.
         dataset: None for the standard library. Else rows with `prompt` and `completion`, with
             `messages` (turns with `role` and `content`), or with `text`: an iterable, a local file,
-            or a hub id (needs the hub).
-    Raises ValueError for an unknown split, no pair left, and another split than "train" of a file
-    or an iterable: the same rows would be trained on and held out.
+            or a hub id.
     """
     from datasets import Dataset
 
@@ -62,70 +127,9 @@ def load_instructions(
 
 
 def rows_of(tokenizer: Any, pair: Pair, *, length: int | None = None) -> list[Row]:
-    """The rows of one pair, conversation or text, as `tokenize_chat` and `tokenize_text` say."""
+    """The rows of one pair, conversation or text; a text becomes rows of `length` tokens."""
     if "messages" in pair:
         return tokenize_chat(tokenizer, pair["messages"], pair.get("tools"))
     if "text" in pair:
         return tokenize_text(tokenizer, pair["text"], length=length)
     return [tokenize_pair(tokenizer, **pair)]
-
-
-@dataclass(frozen=True)
-class PlacedPair:
-    """A pair or conversation, the place where it stands, and the columns that it was taken from.
-
-    Both are words for people: "pairs.jsonl, line 7", and "" for the usual columns.
-    """
-
-    place: str
-    pair: Pair
-    columns: str = ""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to learn: no completion, no text, or no turn to be learnt."""
-        if "messages" in self.pair:
-            answers = [turn for turn in self.pair["messages"] if turn["role"] == "assistant"]
-            return bool(answers) and not any(map(is_learnt, self.pair["messages"]))
-        return not self.pair.get("text", self.pair.get("completion")).strip()
-
-
-def load_pairs(
-    *, split: str = "train", dataset: str | Iterable[dict] | None = None
-) -> Iterator[Pair]:
-    """The pairs of `load_instructions`, with its errors, as text.
-
-    Pairs with an empty completion are left out, and a warning counts them.
-    """
-    empty = 0
-    for placed in placed_pairs(split=split, dataset=dataset):
-        if placed.is_empty:
-            empty += 1
-        else:
-            yield placed.pair
-    if empty:
-        warnings.warn(f"left out, for their completion is empty: {empty} pairs", stacklevel=2)
-
-
-def placed_pairs(
-    *,
-    split: str = "train",
-    dataset: str | Iterable[dict] | None = None,
-    columns: Mapping[str, str] | None = None,
-) -> Iterator[PlacedPair]:
-    """The pairs of `load_instructions`, each with its place, also those that are empty.
-
-    `columns` gives `prompt` and `completion` by the names that they have in the data. An error
-    about a pair begins with its place.
-    """
-    check_choice(SPLITS, split=split)
-    if dataset is None:
-        for number, pair in enumerate(docstring_pairs(split)):
-            yield PlacedPair(f"function {number} of the standard library", pair)
-        return
-    for place, row in placed_rows(dataset, split=split):
-        try:
-            pair, words = pair_of(with_known_names(row, columns) if columns else row)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-        yield PlacedPair(place, pair, words)

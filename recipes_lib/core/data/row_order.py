@@ -17,10 +17,10 @@ from recipes_lib.core.checks import check_whole
 
 
 def rows_of_step(step: int, *, rows: int, rows_per_step: int, seed: int) -> list[int]:
-    """The indices that optimizer step `step` (from 0) trains on, computed without a state.
+    """The indices that optimizer step `step` (from 0) trains on.
 
     Every epoch has its own order, a function of the seed; the rows that do not fill a last step are
-    left out of it. Raises ValueError unless 1 <= rows_per_step <= rows.
+    left out of it.
     """
     check_whole(rows_per_step=rows_per_step, most=rows)
     steps_per_epoch = rows // rows_per_step  # whole ones

@@ -26,11 +26,7 @@ PlacedRow = tuple[str, Any]  # the place in words, and what stands there
 
 
 def placed_rows(dataset: str | Iterable[Any], *, split: str = "train") -> Iterator[PlacedRow]:
-    """The rows of a file, of a data set of the hub, or those that are given.
-
-    Raises ValueError for what cannot be read, and for another split than "train" of what has none:
-    the same rows would be trained on and held out.
-    """
+    """The rows of a file, of a data set of the hub, or those that are given."""
     if isinstance(dataset, str) and not _is_a_path(dataset):
         for place, row in _numbered(_read_hub(dataset, split)):
             yield f"{dataset}, {place}", _without_nulls(row)
@@ -53,10 +49,7 @@ def _is_a_path(name: str) -> bool:
 
 
 def read_rows(path: str | Path) -> Iterator[PlacedRow]:
-    """The rows of `path`, one after the other: the place in words, and the row as it stands there.
-
-    Raises ValueError with the name of the file for one that is missing, empty or not readable.
-    """
+    """The rows of `path`, each with its place in words, as it stands there."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {path}: check the path")

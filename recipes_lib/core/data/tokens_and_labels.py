@@ -26,10 +26,7 @@ Row = dict[str, list[int]]  # `input_ids` and `labels`, of one length
 
 
 def tokenize_pair(tokenizer: Any, prompt: str, completion: str) -> Row:
-    """One chat-formatted pair; `labels` is IGNORED on everything but the answer and its end mark.
-
-    Raises ValueError for an empty completion.
-    """
+    """One chat-formatted pair; labels are IGNORED on everything but the answer and its end mark."""
     chat = [
         {"role": "user", "content": prompt},
         {"role": "assistant", "content": completion},
@@ -50,8 +47,6 @@ def tokenize_chat(
     Args:
         messages: turns as `turns_of` returns them.
         tools: that the turns may call, as OpenAI writes them.
-    Raises ValueError for a conversation without an answer, one that begins with it, an empty
-    answer, and a template that leaves a part of it out.
     """
     messages = [{"content": None} | turn for turn in messages]
     places = _places_to_learn(messages)
