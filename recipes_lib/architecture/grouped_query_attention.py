@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.bytes_of_tensors import storage_bytes
-from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.model.probe import proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -72,7 +72,6 @@ def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
     Its loss is worse until it has been trained on. Make the optimizer after this, because the
     projections are new parameters.
     """
-    require_causal_lm(model)
     causal = without_adapters(model)
     config = causal.config.get_text_config()
     heads = config.num_key_value_heads

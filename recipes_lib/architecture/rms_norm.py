@@ -39,14 +39,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.model.causal_lm import (
-    decoder_blocks,
-    require_causal_lm,
-    trunk,
-    without_adapters,
-)
+from recipes_lib.core.model.causal_lm import decoder_blocks, trunk, without_adapters
 from recipes_lib.core.model.linears import features, is_linear
-from recipes_lib.core.model.probe import proves
+from recipes_lib.core.model.probe import Limits, proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -82,9 +77,12 @@ LAST_PROJECTIONS = {"o_proj", "out_proj", "c_proj", "dense", "dense_4h_to_h", "d
 LAST_PROJECTIONS |= {"fc2", "fc_out"}
 
 
-def apply_rms_norm(
-    model: Any, *, exact: bool = True, keep_bias: bool = True, check: bool = True
-) -> Any:
+def _promise(*, exact: bool = True, keep_bias: bool = True) -> Limits:
+    return Limits("rounds", TOLERANCE) if exact else Limits("changes")
+
+
+@proves(_promise)
+def apply_rms_norm(model: Any, *, exact: bool = True, keep_bias: bool = True) -> Any:
     """Replace every LayerNorm of the residual stream by an RMSNorm, in place; returns `model`.
 
     Weights and epsilons stay, and so do norms of queries and keys. Make the optimizer after this:
@@ -96,36 +94,12 @@ def apply_rms_norm(
             because its gradients move the mean. Without, the model is another one: train it, and
             apply this again to what was loaded.
         keep_bias: without `exact`, whether the biases of the norms stay. A new design has none.
-        check: False trusts, and proves nothing.
     """
-    require_causal_lm(model)
-    if not exact:
-        proven = proves("changes", called="apply_rms_norm")(rms_norms)
-        return proven(model, keep_bias=keep_bias, check=check)
-    if not keep_bias:
+    if exact and not keep_bias:
         raise ValueError("keep_bias=False changes what the model computes: give exact=False, too")
-    proven = proves("rounds", bound=TOLERANCE, called="apply_rms_norm")
-    return proven(rms_norms_and_centred_writers)(model, check=check)
-
-
-def rms_norms_and_centred_writers(model: Any) -> Any:
-    """All that writes to the stream is centred, so that RMSNorm computes what LayerNorm did."""
     causal = without_adapters(model)
-    embedding = causal.get_input_embeddings()
-    tied = causal.get_output_embeddings().weight is embedding.weight
-    for writer in _writers(causal):
-        _centre_writer(writer)
-    if tied:
-        # The output layer keeps the table as it was. Under a configuration that says "tied",
-        # transformers would tie them again.
-        causal.config.tie_word_embeddings = False
-        causal.all_tied_weights_keys = causal.get_expanded_tied_weights_keys(all_submodels=True)
-    return rms_norms(model)
-
-
-def rms_norms(model: Any, *, keep_bias: bool = True) -> Any:
-    """An RMSNorm with the same parameters in place of each LayerNorm that reads the stream."""
-    causal = without_adapters(model)
+    if exact:
+        _centre_writers(causal)
     names = {module: name for name, module in causal.named_modules()}
     norms = _layer_norms(causal)
     if not norms:
@@ -137,6 +111,19 @@ def rms_norms(model: Any, *, keep_bias: bool = True) -> Any:
         parent, _, child = names[norm].rpartition(".")
         setattr(causal.get_submodule(parent), child, _rms_norm_like(norm, keep_bias=keep_bias))
     return model
+
+
+def _centre_writers(causal: Any) -> None:
+    """Centre all that writes to the stream, so that RMSNorm computes what LayerNorm did."""
+    embedding = causal.get_input_embeddings()
+    tied = causal.get_output_embeddings().weight is embedding.weight
+    for writer in _writers(causal):
+        _centre_writer(writer)
+    if tied:
+        # The output layer keeps the table as it was. Under a configuration that says "tied",
+        # transformers would tie them again.
+        causal.config.tie_word_embeddings = False
+        causal.all_tied_weights_keys = causal.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 class RMSNorm(nn.Module):

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from recipes_lib.core.checks import check_choice, check_number
-from recipes_lib.core.model.causal_lm import longest_text, require_causal_lm, without_adapters
+from recipes_lib.core.model.causal_lm import longest_text, without_adapters
 from recipes_lib.core.model.probe import proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -69,7 +69,6 @@ def apply_rope_scaling(model: Any, *, kind: str, factor: float) -> Any:
 
     The configuration changes with it, so that `save_pretrained` keeps the scaling. Returns `model`.
     """
-    require_causal_lm(model)
     check_choice(KINDS, kind=kind)
     check_number(factor=factor, above=1)
     causal = without_adapters(model)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
+from recipes_lib.core.model.causal_lm import decoder_blocks, without_adapters
 from recipes_lib.core.model.linears import features, is_linear
 from recipes_lib.core.model.probe import proves
 
@@ -56,7 +56,6 @@ def apply_swiglu(model: Any) -> Any:
     dropout stay. The class of the model does not know the weights that `save_pretrained` writes:
     build the model from its configuration, apply this, and load the state dict.
     """
-    require_causal_lm(model)
     causal = without_adapters(model)
     loaded_from = getattr(causal.config, "_name_or_path", "")
     if loaded_from:

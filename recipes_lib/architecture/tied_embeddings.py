@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_choice
-from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
-from recipes_lib.core.model.probe import proves
+from recipes_lib.core.model.causal_lm import without_adapters
+from recipes_lib.core.model.probe import Limits, proves
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -46,7 +46,12 @@ def tied_logits(hidden: Tensor, embedding: nn.Embedding) -> Tensor:
 KEEP = ("equal", "embedding", "output")
 
 
-def apply_tied_embeddings(model: Any, *, keep: str = "equal", check: bool = True) -> Any:
+def _promise(*, keep: str = "equal") -> Limits:
+    return Limits("function" if keep == "equal" else "changes")
+
+
+@proves(_promise)
+def apply_tied_embeddings(model: Any, *, keep: str = "equal") -> Any:
     """Let the output layer share the weights of the embedding, in place; returns `model`.
 
     The configuration changes with it, so that the model is saved and loaded with one table. Make
@@ -56,18 +61,8 @@ def apply_tied_embeddings(model: Any, *, keep: str = "equal", check: bool = True
         keep: which table stays. "equal": either, because they are equal, and the model stays the
             same. "embedding" or "output": that one, and the other is lost. The model must be
             trained then; a model with fresh weights is to be trained in any case.
-        check: False trusts, and proves nothing.
     """
-    require_causal_lm(model)
     check_choice(KEEP, keep=keep)
-    promise = "function" if keep == "equal" else "changes"
-    decorate = proves(promise, called="apply_tied_embeddings")
-    proven = decorate(one_table)
-    return proven(model, keep=keep, check=check)
-
-
-def one_table(model: Any, *, keep: str) -> Any:
-    """The embedding and the output layer read the table of one of them."""
     causal = without_adapters(model)
     embedding = causal.get_input_embeddings()
     output = causal.get_output_embeddings()
@@ -93,7 +88,6 @@ def untie_embeddings(model: Any) -> Any:
     The model computes the same. The configuration changes with it: under one that says "tied",
     `model.tie_weights()` would throw the copy away, and `resize_token_embeddings` calls that.
     """
-    require_causal_lm(model)
     causal = without_adapters(model)
     shared = causal.get_input_embeddings().weight
     output = causal.get_output_embeddings()

@@ -39,7 +39,6 @@ from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     projection_widths,
-    require_causal_lm,
 )
 from recipes_lib.core.model.kernels_for_grouped_heads import without_grouped_heads
 from recipes_lib.core.model.probe import proves
@@ -103,7 +102,6 @@ def apply_flash_attention(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    require_causal_lm(model)
     check_choice(["auto", *KERNELS], kernel=kernel)
     now = model.config._attn_implementation
     if now not in ("eager", "sdpa", "flex_attention", *KERNELS):

@@ -42,7 +42,7 @@ from recipes_lib.core.model.caches_of_checkpointed_blocks import (
     generates,
     without_caches,
 )
-from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.recomputed_parts import (
@@ -93,7 +93,6 @@ def apply_head_groups(model: Any, *, groups: int | None = None) -> Any:
     Args:
         groups: how many. It has to divide the number of KV heads. None takes one KV head a group.
     """
-    require_causal_lm(model)
     attentions = _attentions_of_blocks(model)
     groups = _number_of_groups(model, groups)
     for attention in attentions:

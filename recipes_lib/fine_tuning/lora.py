@@ -33,7 +33,6 @@ from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import (
     ROUTERS,
     decoder_blocks,
-    require_causal_lm,
 )
 from recipes_lib.core.model.linears import features, is_linear, read_by_the_model
 from recipes_lib.core.model.probe import proves
@@ -81,7 +80,6 @@ def apply_lora(
     """
     from peft import LoraConfig, get_peft_model
 
-    require_causal_lm(model)
     targets = target_linears(model, target_modules=target_modules)
     # Rows of tokens that were added to the model: nobody has trained them yet.
     rows = trainable_rows(model)

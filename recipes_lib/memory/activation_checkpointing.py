@@ -42,7 +42,7 @@ from recipes_lib.core.model.caches_of_checkpointed_blocks import (
     require_no_checkpoints,
     without_caches,
 )
-from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 
@@ -97,7 +97,6 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
     Args:
         mode: "block" keeps the input only, "selective" also what matmuls and attention return.
     """
-    require_causal_lm(model)
     blocks = decoder_blocks(model)
     check_choice(("block", "selective"), mode=mode)
     require_no_checkpoints(blocks)

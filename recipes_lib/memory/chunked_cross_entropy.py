@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.measure.dry_run import without_repetition
-from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
+from recipes_lib.core.model.causal_lm import without_adapters
 from recipes_lib.core.model.chunked_loss import (
     LayerProducts,
     LossWithGradients,
@@ -103,7 +103,6 @@ def apply_chunked_cross_entropy(model: Any, *, chunk_size: int | None = None) ->
     With `labels=` in training mode the output has `loss` and no logits. `chunk_size` is that of
     `chunked_cross_entropy`.
     """
-    require_causal_lm(model)
     loss = functools.partial(chunked_cross_entropy, chunk_size=chunk_size)
     mix_in(without_adapters(model), LossFromHidden, chunked_loss=loss)
     return model
@@ -204,7 +203,7 @@ def chunked_cross_entropy(
     with torch.autocast(hidden.device.type, enabled=False):
         tokens = hidden.reshape(-1, hidden.shape[-1])  # [T, D]
         return ChunkedLoss.apply(
-            tokens, weight, bias, rows, targets, divisor, plan, softcap, training
+            tokens, weight, bias, softcap, rows, targets, divisor, plan, training
         )
 
 
@@ -212,10 +211,10 @@ class ChunkedLoss(LossWithGradients):
     """The loss of hidden [T, D], weight [V, D] and bias [V]; forward makes the gradients, too."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, targets, divisor, plan, softcap, training):
+    def forward(ctx, hidden, weight, bias, softcap, rows, targets, divisor, plan, training):
         """The loss of some rows of logits after the other, each with its gradients."""
         gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
-        layer = LayerProducts(weight, bias, plan.products)
+        layer = LayerProducts(OutputLayer(weight, bias, softcap), plan.products, plan.sums)
         room = layer.room(min(plan.rows, len(rows)))  # [C, V]
         total = hidden.new_zeros((), dtype=plan.sums)
         # index [C], the rows of this chunk; target [C, 1]
@@ -225,7 +224,7 @@ class ChunkedLoss(LossWithGradients):
             logits = layer.logits(inputs, out=room[: len(index)])  # [C, V]
             blocks = list(zip(logits.split(plan.block_rows), target.split(plan.block_rows)))
             for block_logits, block_target in without_repetition(blocks):
-                total += _loss_and_gradient_(block_logits, block_target, plan.sums, softcap)
+                total += _loss_and_gradient_(block_logits, block_target, layer)
             d_logits = logits  # by now: the loss has written its gradient over them
             gradients.add_chunk_(index, d_logits, inputs, layer.factors)
 
@@ -235,23 +234,18 @@ class ChunkedLoss(LossWithGradients):
 
 
 def _loss_and_gradient_(
-    logits: torch.Tensor, targets: torch.Tensor, sums: torch.dtype, softcap: float | None
+    logits: torch.Tensor, targets: torch.Tensor, layer: LayerProducts
 ) -> torch.Tensor:
     """The sum of the losses of logits [C, V] and targets [C, 1]; the logits become its gradient.
 
     Of one row, with p the softmax, the loss is -log p[target], and the gradient p - onehot.
     """
-    capped = logits
-    if softcap:
-        capped = torch.tanh(logits.to(sums) / softcap).mul_(softcap)
-    log_probability = torch.log_softmax(capped, 1, dtype=sums)  # [C, V]
+    capped = layer.capped(logits)
+    log_probability = torch.log_softmax(capped, 1, dtype=layer.sums)  # [C, V]
     of_target = log_probability.gather(1, targets)  # [C, 1]
 
     # From here on in place: the softmax in the memory of its logarithm, then the gradient.
     gradient = log_probability.exp_()  # [C, V]
     gradient.scatter_add_(1, targets, torch.full_like(of_target, -1))
-    if softcap:
-        slope = capped.div_(softcap).square_().neg_().add_(1)  # of the cap: 1 - tanh²
-        gradient.mul_(slope)
-    logits.copy_(gradient)
+    logits.copy_(layer.through_the_cap_(gradient, capped))
     return -of_target.sum()

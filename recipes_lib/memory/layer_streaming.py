@@ -43,7 +43,7 @@ from recipes_lib.core.model.caches_of_checkpointed_blocks import (
     require_no_checkpoints,
     without_caches,
 )
-from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 from recipes_lib.core.model.random_states import random_states, set_random_states
@@ -87,7 +87,6 @@ def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None
             which a thread reads ahead.
         directory: of the file; None is /var/tmp.
     """
-    require_causal_lm(model)
     check_choice(("host", "disk"), to=to)
     blocks = decoder_blocks(model)
     require_no_checkpoints(blocks)

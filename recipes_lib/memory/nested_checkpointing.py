@@ -45,7 +45,7 @@ from recipes_lib.core.model.caches_of_checkpointed_blocks import (
     require_no_checkpoints,
     without_caches,
 )
-from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 
@@ -78,7 +78,6 @@ def apply_nested_checkpointing(model: Any, *, group: int) -> Any:
     The last group may be smaller. A `group` of 1 checkpoints every block. Parameter names, adapters
     and `copy.deepcopy` work as before; `take_out(model, Nested)` undoes it.
     """
-    require_causal_lm(model)
     blocks = decoder_blocks(model)
     require_no_checkpoints(blocks)
     for first in range(0, len(blocks), group):

@@ -40,7 +40,6 @@ from recipes_lib.core.model.causal_lm import (
     decoder_blocks,
     leaf_names,
     norms_of,
-    require_causal_lm,
     trunk,
 )
 from recipes_lib.core.model.mixins import mix_in
@@ -83,7 +82,6 @@ def apply_tiled_mlp(model: Any, *, tile_size: int | None = None, norms: bool = F
         tile_size: tokens of a tile, of all rows together. None takes the hidden size, with which
             the 6 t F elements are twice the MLP's own weights, but at least 1024.
     """
-    require_causal_lm(model)
     if tile_size is None:
         tile_size = max(model.config.hidden_size, LEAST_TILE)
     for module in _token_wise_modules(model, norms):

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.probe import proves
 
@@ -71,7 +71,6 @@ def apply_grouped_experts(model: Any) -> Any:
     Where PyTorch has no grouped product for the device or the sizes, a loop over the sorted rows
     takes its place.
     """
-    require_causal_lm(model)
     modules = experts_of(model)
     require_plain_experts(modules)
     for module in modules:

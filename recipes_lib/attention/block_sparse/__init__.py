@@ -51,7 +51,6 @@ from recipes_lib.attention._unsupported import (
 from recipes_lib.attention.block_sparse.cpu import BlocksOnCPU
 from recipes_lib.core.checks import check_whole
 from recipes_lib.core.model.bytes_of_tensors import parts_needed
-from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.one_document import restart
 from recipes_lib.core.model.probe import proves
 
@@ -116,7 +115,6 @@ def apply_block_sparse(model: Any, *, block_size: int, **pattern: int | None) ->
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    require_causal_lm(model)
     checked = _checked_pattern(block_size=block_size, **pattern)
     refuse_other_scores(model)
     # In the name, so that a deep copy keeps its pattern and another model may have another.

@@ -48,7 +48,7 @@ from recipes_lib.attention._unsupported import (
     under_autocast,
 )
 from recipes_lib.attention.sliding_window.banded import band, banded_attention, block_length
-from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.kernels_for_grouped_heads import without_grouped_heads
 from recipes_lib.core.model.one_document import require_one_document
 from recipes_lib.core.model.probe import TOKENS, proves
@@ -114,7 +114,6 @@ def apply_sliding_window(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    require_causal_lm(model)
     _refuse_other_masks(model)
     refuse_other_scores(model)
     attentions = _causal_attentions(model)

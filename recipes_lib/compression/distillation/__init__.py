@@ -119,7 +119,6 @@ def apply_distillation(
             are brought together: `hidden_state_loss` of each pair, their mean times
             `hidden_weight`, is added to the loss.
     """
-    require_causal_lm(student)
     require_causal_lm(teacher)
     _check_output_layers(without_adapters(student), without_adapters(teacher))
     pairs = list(block_pairs)

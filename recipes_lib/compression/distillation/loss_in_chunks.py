@@ -120,8 +120,8 @@ class ChunkedDistillation(LossWithGradients):
     ) -> Tensor:
         """The sum over chunks of tokens, with logits of student and teacher for one alone."""
         gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
-        student = _Layer(OutputLayer(weight, bias, softcap), plan.products, plan.sums)
-        teacher = _Layer(teacher_layer, teacher_products, plan.sums)
+        student = LayerProducts(OutputLayer(weight, bias, softcap), plan.products, plan.sums)
+        teacher = LayerProducts(teacher_layer, teacher_products, plan.sums)
         most = min(plan.rows, len(rows))
         room = student.room(most)  # [C, V]
         teacher_room = teacher.room(most)  # [C, V]
@@ -145,28 +145,12 @@ class ChunkedDistillation(LossWithGradients):
         return total / divisor
 
 
-class _Layer(LayerProducts):
-    """An output layer in the dtype of its products, with its soft cap."""
-
-    def __init__(self, layer: OutputLayer, products: torch.dtype, sums: torch.dtype) -> None:
-        super().__init__(layer.weight, layer.bias, products)
-        self.softcap = layer.softcap
-        self.sums = sums
-
-    def capped(self, logits: Tensor) -> Tensor:
-        """The logits of a block as the model has them, in the dtype of the sums."""
-        logits = logits.to(self.sums)
-        if self.softcap:
-            return torch.tanh(logits / self.softcap).mul_(self.softcap)
-        return logits
-
-
 def _loss_and_gradient_(
     logits: Tensor,
     teacher_logits: Tensor,
     targets: Tensor,
-    student: _Layer,
-    teacher: _Layer,
+    student: LayerProducts,
+    teacher: LayerProducts,
     mixture: Mixture,
 ) -> Tensor:
     """The sum of the losses of a block of rows; the logits [C, V] become its gradient.
@@ -179,9 +163,9 @@ def _loss_and_gradient_(
     """
     share = mixture.teacher_share
     temperature = mixture.temperature
-    capped = student.capped(logits)  # [C, V]
+    capped = student.capped(logits).to(student.sums)  # [C, V]
     log_q = torch.log_softmax(capped / temperature, 1)  # [C, V]
-    log_p = torch.log_softmax(teacher.capped(teacher_logits) / temperature, 1)  # [C, V]
+    log_p = torch.log_softmax(teacher.capped(teacher_logits).to(student.sums) / temperature, 1)
     p = log_p.exp()  # [C, V]
     divergence = log_p.sub_(log_q).mul_(p).sum()
     loss = share * temperature**2 * divergence
@@ -194,8 +178,5 @@ def _loss_and_gradient_(
         r_minus_one_hot = log_r.exp_()
         r_minus_one_hot.scatter_add_(1, targets, torch.full_like(of_target, -1))
         gradient.add_(r_minus_one_hot, alpha=1 - share)
-    if student.softcap:
-        slope = capped.div_(student.softcap).square_().neg_().add_(1)  # of the cap: 1 - tanh²
-        gradient.mul_(slope)
-    logits.copy_(gradient)
+    logits.copy_(student.through_the_cap_(gradient, capped))
     return loss

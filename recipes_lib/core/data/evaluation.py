@@ -46,7 +46,7 @@ GREEDY = {
 
 
 def evaluate(model: Any, data: Iterable[Row], *, pad_token_id: int, batch_size: int = 8) -> float:
-    """Held-out loss: the mean over all targets of `data`, in nats. Rows without one are left out."""
+    """Held-out loss: the mean over all targets, in nats. A row without a target is left out."""
     rows = [row for row in data if _count_targets(row["labels"][1:]) > 0]
     if not rows:
         raise ValueError(
@@ -271,7 +271,7 @@ def decode_quality(
 def document_rows(
     model: Any, documents: Sequence[Sequence[int] | torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The documents as int64 [S] each: two token ids of `model` or more, and not too long for it."""
+    """The documents as int64 [S] each: two token ids or more, which the model can read."""
     require_causal_lm_or_decoder(model)
     longest = None  # a decoder says it when it makes a cache
     if is_decoder(model):

@@ -28,6 +28,7 @@ from recipes_lib.core.measure import dry
 from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.measure.dry_values import values_of
 from recipes_lib.core.measure.machine import machine
+from recipes_lib.core.model.output_layer import OutputLayer
 from recipes_lib.core.model.second_derivatives import first_derivatives_only
 
 # Kernels count the elements of a tensor in 32 bits.
@@ -152,25 +153,37 @@ def _has_units_for(dtype: torch.dtype) -> bool:
 
 
 class LayerProducts:
-    """An output layer in the dtype of its products: `factors` [V, D] and `addend` [V] or None."""
+    """An output layer in the dtype of its products: `factors` [V, D], `addend` [V] or None."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, products: torch.dtype
-    ) -> None:
-        self.factors = weight.to(products)
+    def __init__(self, layer: OutputLayer, products: torch.dtype, sums: torch.dtype) -> None:
+        self.factors = layer.weight.to(products)
         self.addend = None
-        if bias is not None:
-            self.addend = bias.to(products)
+        if layer.bias is not None:
+            self.addend = layer.bias.to(products)
+        self.softcap = layer.softcap
+        self.sums = sums
 
     def room(self, rows: int) -> torch.Tensor:
         """Memory for the logits of so many rows. All chunks are written to it, in turn."""
         return self.factors.new_empty(rows, len(self.factors))
 
     def logits(self, inputs: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """inputs [C, D] @ factors.T [D, V] + addend [V], written to `out` [C, V]."""
+        """inputs [C, D] @ factors.T [D, V] + addend [V], written to `out` [C, V], without a cap."""
         if self.addend is None:
             return torch.mm(inputs, self.factors.t(), out=out)
         return torch.addmm(self.addend, inputs, self.factors.t(), out=out)
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """c tanh(logits / c) in the dtype of the sums; without a cap the logits as they are."""
+        if not self.softcap:
+            return logits
+        return torch.tanh(logits.to(self.sums) / self.softcap).mul_(self.softcap)
+
+    def through_the_cap_(self, gradient: torch.Tensor, capped: torch.Tensor) -> torch.Tensor:
+        """The gradient of the capped logits becomes that of the logits: times 1 - tanh²."""
+        if self.softcap:
+            gradient.mul_(capped.div_(self.softcap).square_().neg_().add_(1))
+        return gradient
 
 
 class LayerGradients(NamedTuple):

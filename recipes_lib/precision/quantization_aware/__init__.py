@@ -103,7 +103,7 @@ def plain_fake_quantize_tokens(x: Tensor, *, bits: int = 8) -> Tensor:
 AT_FIRST = {"weight_bits": 8, "activation_bits": 8}
 
 
-@proves("rounds", bound=0.5, tried_with=AT_FIRST)
+@proves("rounds", bound=0.5, tried_with=AT_FIRST, causal_lm=False)
 def apply_quantization_aware(
     model: Any,
     *,
@@ -159,7 +159,7 @@ def convert_quantization_aware(model: Any) -> Any:
     return _put_on_grids(model, by="convert_quantization_aware")
 
 
-@proves("rounds", bound=0.5, tried_with=AT_FIRST)
+@proves("rounds", bound=0.5, tried_with=AT_FIRST, causal_lm=False)
 def apply_rounding(
     model: Any,
     *,

@@ -25,8 +25,8 @@ doing, the model refuses positions that restart.
 What 16 tokens of one batch cannot see needs a guard of its own: what arrives later (padding on the
 left, a filled cache), what fresh weights hide, what a word promises.
 
-A model on "meta" or without data, and one in parts over ranks, is not probed. Nor is what is no
-causal LM: the technique says so in its own words.
+Before all this, what is no causal LM is refused. A model on "meta" or without data, and one in
+parts over ranks, is not probed.
 
 outcome    what a model does with a few tokens, and the comparison of two outcomes
 leak_between_documents  whether two documents in a row read each other
@@ -43,7 +43,12 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.model.causal_lm import FULL_ATTENTIONS, decoder_blocks, is_causal_lm
+from recipes_lib.core.model.causal_lm import (
+    FULL_ATTENTIONS,
+    decoder_blocks,
+    is_causal_lm,
+    require_causal_lm,
+)
 from recipes_lib.core.model.one_document import require_one_document
 from recipes_lib.core.model.probe.leak_between_documents import documents_leak
 from recipes_lib.core.model.probe.outcome import (
@@ -55,13 +60,13 @@ from recipes_lib.core.model.probe.outcome import (
 )
 from recipes_lib.core.model.probe.undo import Snapshot, restored, undone_on_error
 
-__all__ = ["TOKENS", "can_be_probed", "proves"]
+__all__ = ["TOKENS", "Limits", "can_be_probed", "proves"]
 
 Options = dict[str, Any] | Callable[[Any], dict[str, Any]]  # as they are, or for a model
 
 
 def proves(
-    promise: str,
+    promise: str | Callable[..., Limits],
     *,
     bound: float | None = None,
     loss_bound: float | None = None,
@@ -69,41 +74,44 @@ def proves(
     narrow: Options | None = None,
     kernel: bool = False,
     autocast: str | None = None,
-    called: str | None = None,
+    causal_lm: bool = True,
 ) -> Callable:
     """Let `apply(model, …)` prove itself on the model, unless it is called with `check=False`.
 
     Args:
-        promise: "exact", "function", "grows", "rounds" or "changes".
+        promise: "exact", "function", "grows", "rounds" or "changes"; or what makes the `Limits` of
+            the options, where they decide it.
         bound: how far logits and gradients may move, as a share; from the dtype if not given.
         loss_bound: the same for the loss alone, which 16 bits move less.
         tried_with: options in place of the user's while it proves itself.
         narrow: options of a pattern of attention under which something must change.
         kernel: whether the attention that the configuration names must have been called.
         autocast: the option that names the dtype of autocast in which the model will train.
-        called: the name in messages, where a technique has several ways behind one public name.
+        causal_lm: whether only a causal LM is let in. Others ask for what they take themselves.
     """
 
     def decorate(apply: Callable) -> Callable:
-        if called is not None:
-            apply.__name__ = called
         signature = inspect.signature(apply)
 
         @functools.wraps(apply)
         def wrapper(model: Any, *args: Any, check: bool = True, **options: Any) -> Any:
             """Apply inside of a proof, and undo what breaks the promise."""
             signature.bind(model, *args, **options)  # a wrong name is Python's own TypeError
+            if causal_lm:
+                require_causal_lm(model)
             if not check or not can_be_probed(model):
                 with undone_on_error(model, apply.__name__):
                     return apply(model, *args, **options)
             limits = Limits(promise, bound, loss_bound)
+            if callable(promise):
+                limits = promise(**options)
+            prove = functools.partial(Proof, model, apply, args, limits, kernel)
             if tried_with is None:
-                proof = Proof(model, apply, args, limits, kernel, options.get(autocast))
-                return proof.of(options)
+                return prove(options.get(autocast)).of(options)
             with restored(model):
                 if narrow is not None:
                     give_full_attention(model)
-                proof = Proof(model, apply, args, limits, kernel, options.get(autocast))
+                proof = prove(options.get(autocast))
                 proof.of(options | _for_model(tried_with, model), keep=False)
                 if narrow is not None:
                     proof.limits = Limits("changes")
