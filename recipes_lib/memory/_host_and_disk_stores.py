@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure import dry
 
 # /tmp may be memory; /var/tmp is meant to survive a restart.
@@ -201,11 +202,14 @@ Store = HostStore | DiskStore | NoStore
 
 def make_store(to: str, device: torch.device, directory: str | None) -> Store:
     """A store for tensors of this device: on the "host", or in a file on the "disk"."""
+    check_choice(("host", "disk"), to=to)
     if dry():
         return NoStore(device)
-    if to == "host":
-        return HostStore(device)
-    return DiskStore(device, directory_on_disk(directory))
+    if to == "disk":
+        return DiskStore(device, directory_on_disk(directory))
+    if device.type != "cuda":
+        raise ValueError(f"to='host': what is on {device} is there already; use to='disk'")
+    return HostStore(device)
 
 
 # --- a folder on a disk, and not one in memory ----------------------------------------------------

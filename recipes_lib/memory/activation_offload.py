@@ -28,10 +28,9 @@ must not be written to in between: that is a RuntimeError.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +38,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recipes_lib.core.checks import check_choice
-from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.memory._host_and_disk_stores import (
     Layout,
@@ -76,6 +73,7 @@ def offloaded_by_hand(directory: Path) -> saved_tensors_hooks:
 # --- the technique --------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
 def offload_activations(
     model: Any,
     *,
@@ -83,7 +81,7 @@ def offload_activations(
     min_bytes: int = 65536,
     in_flight: int = 4,
     directory: str | None = None,
-) -> contextlib.AbstractContextManager[Offloader]:
+) -> Iterator[Offloader]:
     """Run forward and backward of `model` inside this context; its `moved_bytes` say what went out.
 
     Args:
@@ -94,27 +92,8 @@ def offload_activations(
         directory: of the file; None is /var/tmp.
     """
     require_causal_lm(model)
-    check_choice(("host", "disk"), to=to)
-    device = _device_of_blocks(model)
-    on_a_card = device.type == "cuda" or pretends_a_card()
-    if to == "host" and not on_a_card:
-        raise ValueError(
-            f"to='host': the activations of a model on {device} are there already; use to='disk'"
-        )
-    open_store = functools.partial(make_store, to, device, directory)
-    return _offloading(model, open_store, min_bytes, in_flight)
-
-
-@contextlib.contextmanager
-def _offloading(
-    model: Any,
-    open_store: Callable[[], Store],
-    min_bytes: int,
-    in_flight: int,
-) -> Iterator[Offloader]:
-    """The hooks on the saved tensors, between the first block and the last."""
     blocks = decoder_blocks(model)
-    store = open_store()  # not before: it opens a file, and somebody has to close that
+    store = make_store(to, _device_of_blocks(model), directory)
     offloader = Offloader(model, store, min_bytes, in_flight)
     with (
         contextlib.closing(store),

@@ -36,8 +36,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from recipes_lib.core.checks import check_choice
-from recipes_lib.core.measure.dry_run import dry, real_tensors
+from recipes_lib.core.measure.dry_run import real_tensors
 from recipes_lib.core.model.caches_of_checkpointed_blocks import (
     generates,
     require_no_checkpoints,
@@ -87,7 +86,6 @@ def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None
             which a thread reads ahead.
         directory: of the file; None is /var/tmp.
     """
-    check_choice(("host", "disk"), to=to)
     blocks = decoder_blocks(model)
     require_no_checkpoints(blocks)
     places = [_weights_to_stream(block) for block in blocks]
@@ -97,8 +95,6 @@ def apply_layer_streaming(model: Any, *, to: str = "host", directory: str | None
             "apply_lora or apply_qlora first"
         )
     device = next(blocks[0].parameters()).device
-    if to == "host" and device.type != "cuda" and not dry():
-        raise ValueError(f"to='host': the weights on {device} are there already; use to='disk'")
     weights = StreamedWeights(places, make_store(to, device, directory))
     for number, block in enumerate(blocks):
         mix_in(block, Streamed, checkpointed_index=number, streamed_weights=weights)
