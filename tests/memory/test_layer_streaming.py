@@ -18,27 +18,17 @@ from recipes_lib.memory.layer_streaming import (
     apply_layer_streaming,
     streamed_by_hand,
 )
+from tests.conftest import assert_equal, assert_same_gradients, gradients, run
 from tests.small_models import train_a_little
 
 IDS = torch.arange(24).reshape(2, 12) % 96 + 3
+BATCH = {"input_ids": IDS, "labels": IDS}
 
 
 def adapted(shape="tiny-llama", adapt=apply_lora, dtype=torch.float32, **options):
     torch.manual_seed(0)
     model = adapt(model_of_shape(shape, dtype=dtype, device="cpu"), rank=4, **options)
     return train_a_little(model, std=0.1)  # zeros would hide the gradients of A
-
-
-def gradients(model, ids=IDS):
-    torch.manual_seed(1)  # of dropout
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            found[name] = parameter.grad
-            parameter.grad = None
-    return loss.detach(), found
 
 
 @pytest.mark.parametrize(
@@ -52,34 +42,27 @@ def gradients(model, ids=IDS):
 def test_loss_and_gradients_stay_the_same(shape, adapt, dtype, options):
     """Other weights in backward than in forward, or other random numbers the second time."""
     model = adapted(shape, adapt, dtype, **options)
-    expected_loss, expected = gradients(model)
+    expected = run(model, BATCH)
     apply_layer_streaming(model, to="disk")
     for _ in range(2):  # the second step finds the files and the order of the first
-        loss, found = gradients(model)
-        assert loss == expected_loss
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
-            assert torch.equal(gradient, expected[name]), name
+        assert_equal(run(model, BATCH), expected)
     take_out(model, Streamed)
     assert not any(parameter.is_meta for parameter in model.parameters())
-    assert gradients(model)[0] == expected_loss
+    assert_equal(run(model, BATCH), expected)
 
 
 def test_under_autocast_the_second_forward_computes_in_16_bits_too():
     model = adapted()
     with torch.autocast("cpu", torch.bfloat16):
-        expected = model(input_ids=IDS, labels=IDS).loss
-    expected.backward()
-    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        loss = model(**BATCH).loss
+    loss.backward()
+    expected = gradients(model)
     model.zero_grad()
     apply_layer_streaming(model, to="disk")
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(input_ids=IDS, labels=IDS).loss
+        loss = model(**BATCH).loss
     loss.backward()  # outside of autocast, as it should be
-    assert loss == expected
-    for name, parameter in model.named_parameters():
-        if name in wanted:
-            assert torch.equal(parameter.grad, wanted[name]), name
+    assert_equal(gradients(model), expected)
 
 
 def test_the_weights_of_two_blocks_are_there_at_a_time():
@@ -99,9 +82,9 @@ def test_the_weights_of_two_blocks_are_there_at_a_time():
     peaks = []
     for apply in (apply_activation_checkpointing, lambda m: apply_layer_streaming(m, to="disk")):
         model = apply(apply_qlora(copy.deepcopy(base), rank=4))
-        gradients(model)
+        run(model, BATCH)
         with PeakMemory() as memory:
-            gradients(model)
+            run(model, BATCH)
         peaks.append(memory.peak)
         del model
     block = (4 * 256**2 + 3 * 256 * 1024) // 2
@@ -152,12 +135,10 @@ def test_from_host_memory_on_a_gpu():
     """The computing stream reads weights that the copying stream has not brought yet."""
     model = adapted("smollm2-135m", apply_qlora).cuda()
     ids = torch.randint(0, 49152, (2, 64), device="cuda")
+    batch = {"input_ids": ids, "labels": ids}
     apply_activation_checkpointing(model)
-    expected_loss, expected = gradients(model, ids)
+    expected = run(model, batch)
     take_out(model, Checkpointed)
     apply_layer_streaming(model)
     for _ in range(3):
-        loss, found = gradients(model, ids)
-        assert torch.allclose(loss, expected_loss)
-        for name, gradient in found.items():
-            assert torch.allclose(gradient, expected[name], rtol=1e-3, atol=1e-6), name
+        assert_same_gradients(run(model, batch), expected, rtol=1e-3)
