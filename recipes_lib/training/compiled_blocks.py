@@ -162,8 +162,10 @@ class Compiled:
         if caches_among(others, options):
             _warn_of_cache()
             return super().forward(hidden_states, *others, **options)
-        if _block_trains(self):
-            hidden_states = _with_gradient(hidden_states)
+        if not hidden_states.requires_grad and any(p.requires_grad for p in self.parameters()):
+            # Under adapters the first block's input needs no gradient. That alone would take a
+            # graph of its own, and as many seconds of compiling again.
+            hidden_states = hidden_states.detach().requires_grad_()
         if dry():
             return self._as_divided(hidden_states, others, options)
         return self.compiled_forward(self, hidden_states, *others, **options)
@@ -223,22 +225,6 @@ def _with_scales(state: Any, tensors: list[torch.Tensor]) -> Any:
         state.state2 = copy.copy(state.state2)
         state.state2.absmax, state.state2.code = others
     return state
-
-
-def _block_trains(block: torch.nn.Module) -> bool:
-    """Whether a weight of the block trains. Frozen blocks below all others have no backward."""
-    return any(parameter.requires_grad for parameter in block.parameters())
-
-
-def _with_gradient(hidden: torch.Tensor) -> torch.Tensor:
-    """The block's input [B, S, D], such that it needs a gradient, as it does in all later blocks.
-
-    Under adapters the first block's input needs none. That alone would take a graph of its own, and
-    as many seconds of compiling again.
-    """
-    if hidden.requires_grad:
-        return hidden
-    return hidden.detach().requires_grad_()
 
 
 # --- Hugging Face glue and guards -----------------------------------------------------------------

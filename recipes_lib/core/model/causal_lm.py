@@ -78,25 +78,17 @@ def decoder_blocks(model: Any) -> nn.ModuleList:
     Other lists may be longer: norms of heads or experts inside of a block, small projections
     beside the blocks.
     """
-    return max(_module_lists(model), key=_modules_inside)
+    return max(_module_lists(model), key=lambda modules: len(list(modules.modules())))
 
 
 def _module_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """Those of the text: an encoder of images or sound may be the larger part."""
     lists = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 0 and not _of_another_sense(name):
+        of_the_text = not any(sense in name for sense in OTHER_SENSES)
+        if of_the_text and isinstance(module, nn.ModuleList) and len(module) > 0:
             lists.append(module)
     return lists
-
-
-def _of_another_sense(name: str) -> bool:
-    """Whether a module belongs to an encoder of images or sound, which may be the larger part."""
-    return any(sense in name for sense in OTHER_SENSES)
-
-
-def _modules_inside(module: nn.Module) -> int:
-    """A list has more of them than each list inside of it."""
-    return sum(1 for _ in module.modules())
 
 
 def trunk(model: Any) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.model.default_model import SMOLLM2, offline, quiet, resolve
-from recipes_lib.core.model.recurrence_kernels import warn_of_slow_recurrence
+from recipes_lib.core.model.recurrence_kernels import slow_recurrence
 from recipes_lib.core.model.shapes import SHAPES, model_of_shape
 
 LONGEST_REASON = 200  # characters of a library's error, in a message
@@ -40,7 +41,9 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, adapter_kwargs=local, **_how_to_fetch(where)
         )
-    warn_of_slow_recurrence(model)
+    sentence = slow_recurrence(model)
+    if sentence:
+        warnings.warn(sentence, stacklevel=2)
     if name == "smollm2":
         # What is saved later names the hub as its base, and not a folder of this machine.
         model.name_or_path = SMOLLM2

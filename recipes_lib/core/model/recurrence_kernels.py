@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import warnings
 from importlib.util import find_spec
 from typing import Any
 
@@ -55,10 +54,3 @@ def slow_recurrence(model: Any) -> str:
         f"loop in fp32 (published: 2.5 times the time of a step): pip install {names}, on a GPU. "
         f"Give one document per row: packed ones read each other."
     )
-
-
-def warn_of_slow_recurrence(model: Any) -> None:
-    """Warn, once for each sentence, where the kernels of a recurrence are missing."""
-    sentence = slow_recurrence(model)
-    if sentence:
-        warnings.warn(sentence, stacklevel=3)
