@@ -10,7 +10,7 @@ C rows of a chunk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ def distillation_loss(
         chunk_bytes=CHUNK_BYTES if here else CHUNK_BYTES_ON_GPU,
         block_logits=LOGITS_OF_A_BLOCK if here else LOGITS_OF_A_BLOCK_ON_GPU,
     )
+    plan = replace(plan, weight_sums=plan.sums)  # whatever the number of chunks
     teacher_products = dtype_of_products(teacher_hidden, teacher_layer.weight)
     training = torch.is_grad_enabled()  # inside a Function it is always off
     # The plan knows the dtype of each product: autocast would choose another one.
