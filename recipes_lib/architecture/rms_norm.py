@@ -183,5 +183,6 @@ def _centre_writer(writer: nn.Module) -> None:
     # A Linear stores [out, in]. An embedding stores [V, D], and GPT-2's Conv1D [in, out].
     dim = 0 if isinstance(writer, nn.Linear) else 1
     for name, parameter in list(writer.named_parameters(recurse=False)):
-        value = centred(parameter, dim=dim if name == "weight" else 0)
+        features_are = dim if name == "weight" else 0
+        value = centred(parameter, dim=features_are)
         setattr(writer, name, nn.Parameter(value, requires_grad=parameter.requires_grad))

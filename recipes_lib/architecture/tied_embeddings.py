@@ -47,7 +47,8 @@ KEEP = ("equal", "embedding", "output")
 
 
 def _promise(*, keep: str = "equal") -> Limits:
-    return Limits("function" if keep == "equal" else "changes")
+    promise = "function" if keep == "equal" else "changes"
+    return Limits(promise)
 
 
 @proves(_promise)

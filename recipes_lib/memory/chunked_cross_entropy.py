@@ -190,12 +190,15 @@ def chunked_cross_entropy(
     rows = rows_with_a_target(labels, ignore_index)  # [N]
     targets = labels.flatten()[rows]  # [N]
     divisor = divisor_of_mean(len(rows), num_items)
+    chunk_bytes = CHUNK_BYTES_ON_GPU
+    if on_a_cpu(hidden):
+        chunk_bytes = CHUNK_BYTES
     plan = plan_chunks(
         hidden,
         weight,
         targets=len(rows),
         chunk_size=chunk_size,
-        chunk_bytes=CHUNK_BYTES if on_a_cpu(hidden) else CHUNK_BYTES_ON_GPU,
+        chunk_bytes=chunk_bytes,
         block_logits=LOGITS_OF_A_BLOCK,
     )
     training = torch.is_grad_enabled()  # inside a Function it is always off

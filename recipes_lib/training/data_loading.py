@@ -98,7 +98,8 @@ def step_loader(
         workers: processes that make batches; 0 makes them in this process, while the step waits.
     """
     if ranks is None:
-        rank, ranks = own_rank(), world_size()
+        rank = own_rank()
+        ranks = world_size()
     if rows_per_step % ranks:
         raise ValueError(f"rows_per_step={rows_per_step}: give a multiple of the {ranks} ranks")
     return DataLoader(

@@ -181,9 +181,8 @@ def check_document_mask(model: Any, batch: dict[str, torch.Tensor]) -> None:
             f"{model.config._attn_implementation!r} does not know the borders; train it unpacked"
         )
     # Here the sums come in another order, so 16 bits differ by more.
-    if not _same_logits(
-        before[:, border:end], alone, share=1e-3 if alone.dtype.itemsize > 2 else 1e-1
-    ):
+    share = 1e-3 if alone.dtype.itemsize > 2 else 1e-1
+    if not _same_logits(before[:, border:end], alone, share=share):
         raise RuntimeError(
             f"a document in a row is not what it is alone: {type(model).__name__} does not begin "
             f"its positions again; train it unpacked"

@@ -140,7 +140,8 @@ class MLflow(Tracker):
         self._mlflow.log_metrics({name: float(value) for name, value in values.items()}, step=step)
 
     def close(self, *, failed: bool = False) -> None:
-        self._mlflow.end_run("FAILED" if failed else "FINISHED")
+        status = "FAILED" if failed else "FINISHED"
+        self._mlflow.end_run(status)
 
 
 class WandB(Tracker):

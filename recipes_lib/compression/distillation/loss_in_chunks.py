@@ -64,14 +64,18 @@ def distillation_loss(
     """
     rows = rows_with_a_target(labels, ignore_index)  # [N]
     targets = labels.flatten()[rows]  # [N]
-    here = on_a_cpu(hidden)
+    chunk_bytes = CHUNK_BYTES_ON_GPU
+    block_logits = LOGITS_OF_A_BLOCK_ON_GPU
+    if on_a_cpu(hidden):
+        chunk_bytes = CHUNK_BYTES
+        block_logits = LOGITS_OF_A_BLOCK
     plan = plan_chunks(
         hidden,
         layer.weight,
         targets=len(rows),
         chunk_size=chunk_size,
-        chunk_bytes=CHUNK_BYTES if here else CHUNK_BYTES_ON_GPU,
-        block_logits=LOGITS_OF_A_BLOCK if here else LOGITS_OF_A_BLOCK_ON_GPU,
+        chunk_bytes=chunk_bytes,
+        block_logits=block_logits,
     )
     plan = replace(plan, weight_sums=plan.sums)  # whatever the number of chunks
     teacher_products = dtype_of_products(teacher_hidden, teacher_layer.weight)

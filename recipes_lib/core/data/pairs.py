@@ -62,7 +62,9 @@ def placed_pairs(
         return
     for place, row in placed_rows(dataset, split=split):
         try:
-            pair, words = pair_of(with_known_names(row, columns) if columns else row)
+            if columns:
+                row = with_known_names(row, columns)
+            pair, words = pair_of(row)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
         yield PlacedPair(place, pair, words)

@@ -217,5 +217,7 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
             raise ValueError(
                 f"a tool is {shown(tool)}: give an object with `name`, `description`, `parameters`"
             )
-        found.append(tool if "function" in tool else {"type": "function", "function": tool})
+        if "function" not in tool:
+            tool = {"type": "function", "function": tool}
+        found.append(tool)
     return found

@@ -67,7 +67,8 @@ def check_same_run(place: Path, *, saved: Facts, given: Facts) -> None:
         if kind == "base":  # in 4 bits, a base has other names on one rank than on several
             names = [name for name in here if name in there]
         for name in names:
-            then, now = there.get(name), here.get(name)
+            then = there.get(name)
+            now = here.get(name)
             if then != now:
                 odd.append(f"{kind} {name}: {then!r} there, {now!r} here")
     if odd:

@@ -49,9 +49,11 @@ def rank_rows(batch_size: int, *, mesh: DeviceMesh | None = None) -> slice:
 
     Raises ValueError if the rows do not divide.
     """
-    place, parts = rank(), world_size()
+    place = rank()
+    parts = world_size()
     if mesh is not None:
-        place, parts = 0, mesh.size()
+        place = 0
+        parts = mesh.size()
         for axis, coordinate in enumerate(mesh.get_coordinate()):  # the mesh row by row
             place = place * mesh.size(axis) + coordinate
     if batch_size % parts:

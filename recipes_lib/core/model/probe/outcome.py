@@ -158,7 +158,8 @@ def difference(old: dict, new: dict, limits: Limits, dtype: torch.dtype) -> str 
         return "no gradient arrives"
     off = {}
     for name in _names_to_compare(old, new, limits.promise):
-        before, after = as_numbers(old[name]), as_numbers(new[name])
+        before = as_numbers(old[name])
+        after = as_numbers(new[name])
         # A gradient that is small beside the others may be off by a share of theirs.
         least = top / 100 if name in gradients else 1e-30
         off[name] = (size(before - after) / max(size(before).item(), least)).item()
