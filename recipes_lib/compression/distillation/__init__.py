@@ -39,6 +39,7 @@ loss_in_chunks  the loss of two models from what their output layers read, chunk
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +62,6 @@ from recipes_lib.core.model.output_layer import (
     makes_plain_logits,
     options_by_name,
     output_layer_of,
-    require_plain_loss,
     run_to_the_output_layer,
     targets_of,
     with_loss,
@@ -124,7 +124,7 @@ def apply_distillation(
     pairs = list(block_pairs)
     options = {"temperature": temperature, "teacher_share": teacher_share}
     causal = without_adapters(student)
-    require_plain_loss(causal)
+    _require_plain_loss(causal)
     mix_in(causal, Taught, teaching=Teaching(teacher, pairs, hidden_weight, options))
     causal.loss_function = PlainLoss()
     return student
@@ -304,3 +304,16 @@ def _check_output_layers(student: Any, teacher: Any) -> None:
             f"{sizes[1]:,}: give models with the same tokens; where only unused rows at the end "
             f"differ, teacher.resize_token_embeddings({sizes[0]}) cuts or adds them"
         )
+
+
+def _require_plain_loss(causal: Any) -> None:
+    """Raise ValueError unless the model leaves its loss to `self.loss_function`, the usual one."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    names_in_forward = inspect.unwrap(type(causal).forward).__code__.co_names
+    if "loss_function" in names_in_forward and causal.loss_function is ForCausalLMLoss:
+        return
+    raise ValueError(
+        f"{type(causal).__name__} computes its loss itself: "
+        f"only the loss of a model that uses ForCausalLMLoss can be replaced"
+    )

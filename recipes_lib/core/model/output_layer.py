@@ -177,16 +177,3 @@ def beside_weight_and_bias(head: nn.Module) -> list[nn.Parameter]:
     """Parameters of an output layer that an `OutputLayer` leaves out, as those of adapters."""
     own = {id(head.weight), id(getattr(head, "bias", None))}
     return [parameter for parameter in head.parameters() if id(parameter) not in own]
-
-
-def require_plain_loss(causal: Any) -> None:
-    """Raise ValueError unless the model leaves its loss to `self.loss_function`, the usual one."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    names_in_forward = inspect.unwrap(type(causal).forward).__code__.co_names
-    if "loss_function" in names_in_forward and causal.loss_function is ForCausalLMLoss:
-        return
-    raise ValueError(
-        f"{type(causal).__name__} computes its loss itself: "
-        f"only the loss of a model that uses ForCausalLMLoss can be replaced"
-    )
