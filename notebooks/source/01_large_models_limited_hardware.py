@@ -1037,8 +1037,8 @@ def full_in_8_bits(model):
 
 
 def with_lora(model, base=as_it_is):
-    step = base(equation.with_adapters(equation.plain_step(model, **TEXT), rank=16))
-    return equation.with_adapters_made_again(lean(step), rank=16)
+    step = equation.with_adapters(equation.plain_step(model, **TEXT), rank=16)
+    return lean(base(step))
 
 
 def with_qlora(model):

@@ -1083,10 +1083,7 @@ def by_equation(model, method, chunked):
             step = equation.in_four_bits(equation.with_adapters(step, rank=16))
         if chunked:
             step = equation.with_chunked_loss(step)
-        step = equation.with_checkpointing(step)
-        if method == "QLoRA":
-            step = equation.with_adapters_made_again(step, rank=16)
-        return step
+        return equation.with_checkpointing(step)
 
     return terms
 

@@ -239,8 +239,6 @@ class Remedies:
             if name in stack:
                 options = {"ranks": self.question.gpus} if name == "FSDP" else {}
                 step = change(step, **options)
-        if adapters and "checkpointing" in stack:
-            step = equation.with_adapters_made_again(step, rank=RANK)
         if in_parts and "optimizer offload" not in stack:
             # Gradients are there all the time.
             step = replace(step, weights=step.weights + step.gradients, gradients=0)
