@@ -25,14 +25,8 @@ class Measurement:
 
     seconds: float  # of the fastest step
     peak_bytes: int  # of tensors
-    tokens: int | None
     result: Any = None  # of the last step
     timeline: Timeline | None = None  # if the model was named
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """None, if nobody said how many tokens a step has."""
-        return None if self.tokens is None else self.tokens / self.seconds
 
     def without(self, alive_before: int) -> Measurement:
         """The same step without the bytes of others that were alive before its model was built."""
@@ -45,7 +39,6 @@ class Measurement:
 def measure(
     step: Callable[[], Any],
     *,
-    tokens: int | None = None,
     warmup: int = 1,
     repeats: int = 2,
     model: torch.nn.Module | None = None,
@@ -57,7 +50,6 @@ def measure(
     memory too: AdamW allocates its states in the first step.
 
     Args:
-        tokens: that one step trains on, for tokens per second.
         repeats: 0 takes the time of the step under the account, which slows it.
         model, optimizer: name them for the timeline. A model with compiled blocks has none: it is
             the allocator that knows their peak.
@@ -74,7 +66,7 @@ def measure(
         seconds.append(took)
     fastest = min(seconds, default=under_account)
     timeline = getattr(memory, "timeline", None)  # an allocator's account has none
-    return Measurement(fastest, memory.peak, tokens, result, timeline)
+    return Measurement(fastest, memory.peak, result, timeline)
 
 
 def _account_of(

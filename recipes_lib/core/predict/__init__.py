@@ -82,7 +82,6 @@ def predict(
     *,
     card: Card | None = None,
     allocator: bool = True,
-    segments_grow: bool = False,
     ranks: int = 1,
 ) -> Prediction:
     """The step that `build` makes, on tensors without data.
@@ -92,7 +91,6 @@ def predict(
             called once. Batches and other tensors from outside may be real.
         card: a GPU that may not be there. Its kernels are chosen, and its allocator is replayed.
         allocator: without it there is one step in place of two, and no reserved bytes.
-        segments_grow: the allocator is set to `expandable_segments:True`, as `machine()` sets it.
         ranks: so many processes train together. All but this one are pretended.
     Raises ValueError where the step decides by values, reads a file that is not there, or does
     what PyTorch cannot do without data; what a recipe refuses, it refuses here, too.
@@ -105,9 +103,7 @@ def predict(
         # In a group the first step plans operators on shards, on tensors of full size.
         if ranks == 1 and not on_cards_allocator:
             return Prediction(_first_step(build))
-        replayed = Allocator(segments_grow=segments_grow)
-        if card is not None:
-            replayed = Allocator(limit_bytes=card.for_tensors, segments_grow=segments_grow)
+        replayed = Allocator(limit_bytes=None if card is None else card.for_tensors)
         emptied = mock.patch.object(torch.cuda, "empty_cache", replayed.empty_cache)
         with LiveBytes("cuda", listener=replayed) as account, emptied:
             timeline = _second_step(build, account, replayed, card)

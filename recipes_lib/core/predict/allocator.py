@@ -12,8 +12,8 @@ that run out:
                  if it is worth it (512 bytes of a small one, 1 MiB of a large one)
     given back   a block merges with free neighbours of its segment
 
-With `expandable_segments:True`, which `machine()` asks for on a GPU, there are two segments, one of
-them for small blocks. They grow at their ends by 2 and 20 MiB, and every rest is split off.
+With `expandable_segments:True`, which `machine()` asks for on a GPU, segments grow at their ends
+instead. That is not replayed.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.13, one stream.
 """
@@ -44,7 +44,6 @@ class Block:
     free: bool = True
     before: Block | None = None
     after: Block | None = None
-    missing: int = 0  # bytes of it that the driver has back, where segments grow
 
     @property
     def place(self) -> tuple[int, int]:
@@ -55,14 +54,12 @@ class Block:
 class Allocator(Listener):
     """Follows every storage, as a listener of `LiveBytes`."""
 
-    def __init__(self, *, limit_bytes: int | None = None, segments_grow: bool = False) -> None:
+    def __init__(self, *, limit_bytes: int | None = None) -> None:
         self.allocated = 0
         self.reserved = 0
         self.peak_allocated = 0
         self.peak_reserved = 0
         self._limit = limit_bytes
-        self._segments_grow = segments_grow
-        self._last: dict[bool, Block | None] = {True: None, False: None}  # of segments that grow
         self._free: dict[bool, list[Block]] = {True: [], False: []}
         self._of: dict[int, Block] = {}  # by the number of a storage
         self._numbers = itertools.count()
@@ -78,15 +75,10 @@ class Allocator(Listener):
         self.peak_reserved = self.reserved
 
     def empty_cache(self) -> None:
-        """Give free segments back, or free pages, as `torch.cuda.empty_cache()` does."""
+        """Give free segments back, as `torch.cuda.empty_cache()` does."""
         for free in self._free.values():
             for block in list(free):
-                if self._segments_grow:
-                    page = _page(block.small)
-                    given_back = (block.size - block.missing) // page * page
-                    block.missing += given_back
-                    self.reserved -= given_back
-                elif block.before is None and block.after is None:
+                if block.before is None and block.after is None:
                     self._take_out(block)
                     self.reserved -= block.size
 
@@ -105,14 +97,9 @@ class Allocator(Listener):
         size = max(ROUNDED, -(-size // ROUNDED) * ROUNDED)
         small = size <= SMALL
         block = self._best_fit(size, small)
-        if block is None and self._segments_grow:
-            block = self._grown(size, small)
-        elif block is None:
+        if block is None:
             block = Block(_segment(size, small), small, next(self._numbers))
             self._reserve(block.size)
-        if block.missing:
-            self._reserve(block.missing)
-            block.missing = 0
         self._split(block, size)
         block.free = False
         self.allocated += block.size
@@ -124,33 +111,15 @@ class Allocator(Listener):
         at = bisect.bisect_left(free, (size, -1), key=lambda block: block.place)
         return free.pop(at) if at < len(free) else None
 
-    def _grown(self, size: int, small: bool) -> Block:
-        """The free block at the end of a segment, which has grown to this size."""
-        last = self._last[small]
-        if last is None or not last.free:
-            last = Block(0, small, next(self._numbers), before=last)
-            if last.before is not None:
-                last.before.after = last
-            self._last[small] = last
-        else:
-            self._take_out(last)
-        more = -(-(size - last.size) // _page(small)) * _page(small)
-        self._reserve(more)
-        last.size += more
-        return last
-
     def _split(self, block: Block, size: int) -> None:
         rest = block.size - size
-        small_rests = block.small or self._segments_grow
-        worth_it = rest >= ROUNDED if small_rests else rest > SMALL
+        worth_it = rest >= ROUNDED if block.small else rest > SMALL
         if not worth_it:
             return
         other = Block(rest, block.small, next(self._numbers), before=block, after=block.after)
         if block.after is not None:
             block.after.before = other
         block.after = other
-        if self._last[block.small] is block:
-            self._last[block.small] = other
         block.size = size
         self._put(other)
 
@@ -170,10 +139,7 @@ class Allocator(Listener):
     def _join(self, first: Block, second: Block) -> None:
         """Both are one block from now on, which is called `first`."""
         first.size += second.size
-        first.missing += second.missing
         first.after = second.after
-        if self._last[first.small] is second:
-            self._last[first.small] = first
         if second.after is not None:
             second.after.before = first
 
@@ -193,11 +159,8 @@ class Allocator(Listener):
 
 def _segment(size: int, small: bool) -> int:
     """Bytes that are asked of the driver for a block of this size."""
-    if small or size < OF_ITS_OWN:
-        return _page(small)
+    if small:
+        return SMALL_SEGMENT
+    if size < OF_ITS_OWN:
+        return LARGE_SEGMENT
     return -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
-
-
-def _page(small: bool) -> int:
-    """The least that is asked for at a time."""
-    return SMALL_SEGMENT if small else LARGE_SEGMENT

@@ -1,15 +1,15 @@
-"""A step of any size from a few small ones: bytes at each moment are affine in the sizes.
+"""A step of any depth from a few shallow ones: bytes at each moment are affine in the blocks.
 
-    def build_of(layers, tokens):
+    def build_of(layers):
         ...                                        # gives `build` of core.predict
-    step = any_size(build_of, layers=(2, 3), tokens=(256, 512))      # six small dry steps
-    step.peak(layers=32, tokens=8192)                                # at once
+    step = any_size(build_of, layers=(2, 3))       # three shallow dry steps
+    step.peak(layers=32)                           # at once
 
-A block more adds the same bytes at the same moment, wherever blocks are alike, and so does a row or
-a token more where no mask grows with their square. The *peak* is not affine: it is the largest of
-all moments, and with more blocks another moment may be the largest. So each moment is followed by
-itself. The k-th operator of a phase is the same moment in all depths, as long as it lies in front
-of the blocks or in the first of them; and the k-th from the end, if it lies in the last or behind:
+A block more adds the same bytes at the same moment, wherever blocks are alike. The *peak* is not
+affine: it is the largest of all moments, and with more blocks another moment may be the largest. So
+each moment is followed by itself. The k-th operator of a phase is the same moment in all depths, as
+long as it lies in front of the blocks or in the first of them; and the k-th from the end, if it
+lies in the last or behind:
 
     2 blocks   ####aaaaAAAA####            from the beginning    ####aaaa
     3 blocks   ####aaaabbbbAAAA####        from the end              AAAA####
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Callable
@@ -43,118 +42,87 @@ NOTHING = 1024  # bytes: a number or two that a library makes once, and keeps
 
 @dataclass(frozen=True)
 class AnySize:
-    """The moments of a step at the corners of a box of sizes.
+    """The moments of a step at two depths: bytes [moments, kinds] of each."""
 
-    `corners` [corners, moments, kinds] holds bytes, in the order of `itertools.product(*axes)`.
-    """
+    layers: tuple[int, int]
+    few: torch.Tensor
+    more: torch.Tensor
 
-    axes: dict[str, tuple[int, int]]
-    moments: list[str]  # the phase of each
-    corners: torch.Tensor
-
-    def at(self, **sizes: int) -> dict[str, int]:
-        """What the peak of a step of these sizes consists of, by kind."""
-        bytes_at = self._extrapolated(sizes)  # [moments, kinds]
+    def at(self, *, layers: int) -> dict[str, int]:
+        """What the peak of a step with so many blocks consists of, by kind."""
+        few, more = self.layers
+        steps = (layers - few) / (more - few)
+        bytes_at = self.few + steps * (self.more - self.few)  # [moments, kinds]
         highest = int(bytes_at.sum(1).argmax())
         return dict(zip(KINDS, bytes_at[highest].round().long().tolist(), strict=True))
 
-    def peak(self, **sizes: int) -> int:
-        """Bytes at the highest moment of a step of these sizes."""
-        return sum(self.at(**sizes).values())
-
-    def _extrapolated(self, sizes: dict[str, int]) -> torch.Tensor:
-        if sizes.keys() != self.axes.keys():
-            raise ValueError(f"sizes {sorted(sizes)}: give {sorted(self.axes)}")
-        shares = torch.ones(1, dtype=torch.float64)
-        for name, (few, more) in self.axes.items():
-            of_more = (sizes[name] - few) / (more - few)
-            share = torch.tensor([1 - of_more, of_more], dtype=torch.float64)
-            shares = torch.outer(shares, share).flatten()
-        return torch.einsum("c,cmk->mk", shares, self.corners)
+    def peak(self, *, layers: int) -> int:
+        """Bytes at the highest moment of a step with so many blocks."""
+        return sum(self.at(layers=layers).values())
 
 
 def any_size(
     build_of: Callable[..., Build],
     *,
+    layers: tuple[int, int],
     key: Any = None,
     card: Card | None = None,
     ranks: int = 1,
-    **axes: tuple[int, int],
 ) -> AnySize:
-    """Dry steps at both values of each axis, and what they say of all other sizes.
+    """Dry steps at both depths and at a third, and what they say of all others.
 
     Args:
-        build_of: takes one number for each axis, by name. One axis is `layers`.
+        build_of: takes the number of `layers`.
         key: what the step is, in anything that JSON can write (a configuration, the names of
             recipes). With it the result is kept on disk.
         card: a GPU that may not be there, whose kernels are chosen.
         ranks: how many share the step.
-    Raises ValueError where steps of two sizes do not consist of the same operators, but for those
-    of more blocks.
+    Raises ValueError where steps of two depths have other phases.
     """
-    if key is not None:
-        path = _kept_at([key, card and card.capability, ranks, axes])
-        if path.exists():
-            kept = json.loads(path.read_text())
-            corners = torch.tensor(kept["corners"], dtype=torch.float64)
-            return AnySize(axes, kept["moments"], corners)
-    few, more = axes["layers"]
-    others = {name: values for name, values in axes.items() if name != "layers"}
+    if key is None:
+        return _computed(build_of, layers, card, ranks)
+    path = _kept_at([key, card and card.capability, ranks, layers])
+    if path.exists():
+        kept = json.loads(path.read_text())
+        few, more = (torch.tensor(kept[name], dtype=torch.float64) for name in ("few", "more"))
+        return AnySize(layers, few, more)
+    found = _computed(build_of, layers, card, ranks)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"few": found.few.long().tolist(), "more": found.more.long().tolist()}
+    scratch = path.with_suffix(f".{os.getpid()}")
+    scratch.write_text(json.dumps(content))
+    os.replace(scratch, path)
+    return found
+
+
+def _computed(
+    build_of: Callable[..., Build], layers: tuple[int, int], card: Card | None, ranks: int
+) -> AnySize:
+    few, more = layers
     depths = []
     with out_of_the_collectors_sight():  # once for all steps, each of which would look again
-        for layers in (few, more, 2 * more - few):
-            timelines = []
-            for sizes in itertools.product(*others.values()):
-                build = build_of(layers=layers, **dict(zip(others, sizes, strict=True)))
-                predicted = predict(build, card=card, allocator=False, ranks=ranks)
-                timelines.append(predicted.timeline)
-            depths.append(timelines)
-    moments, corners = _aligned(depths)
-    axes = {"layers": axes["layers"], **others}
-    if key is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"moments": moments, "corners": corners.long().tolist()})
-        scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(content)
-        os.replace(scratch, path)
-    return AnySize(axes, moments, corners)
-
-
-def _aligned(depths: list[list[Timeline]]) -> tuple[list[str], torch.Tensor]:
-    """The moments that the three depths share: their phases, bytes [corners, moments, kinds]."""
-    phases = [_phases_of(timelines) for timelines in depths]
-    if len({len(each) for each in phases}) > 1:
+        for depth in (few, more, 2 * more - few):
+            build = build_of(layers=depth)
+            predicted = predict(build, card=card, allocator=False, ranks=ranks)
+            depths.append(_phases_of(predicted.timeline))
+    if len({len(phases) for phases in depths}) > 1:
         raise ValueError("steps of other depths have other phases: predict the wanted size itself")
-    moments: list[str] = []
-    found = []
-    for of_depths in zip(*phases, strict=True):
-        names, tables = zip(*of_depths, strict=True)  # three of [others, operators, kinds]
-        common = min(table.shape[1] for table in tables)
+    of_few, of_more = [], []
+    for tables in zip(*depths, strict=True):  # three of [operators, kinds]
+        common = min(len(table) for table in tables)
         for place in (slice(None, common), slice(-common, None)):
-            few, more, most = (table[:, place] for table in tables)
-            bend = most - 2 * more + few
-            on_a_line = (bend.abs() <= NOTHING).all(2).all(0)  # [common]
-            both = torch.stack([few, more]).flatten(0, 1)  # [2 x others, common, kinds]
-            found.append(both[:, on_a_line])
-            moments += [names[0]] * int(on_a_line.sum())
-    return moments, torch.cat(found, 1)
+            first, second, third = (table[place] for table in tables)
+            bend = third - 2 * second + first
+            on_a_line = (bend.abs() <= NOTHING).all(1)  # [common]
+            of_few.append(first[on_a_line])
+            of_more.append(second[on_a_line])
+    return AnySize(layers, torch.cat(of_few), torch.cat(of_more))
 
 
-def _phases_of(timelines: list[Timeline]) -> list[tuple[str, torch.Tensor]]:
-    """The phases of steps of one depth: name, and bytes [steps, operators, kinds]."""
-    together = []
-    for spans in zip(*[timeline.phases() for timeline in timelines], strict=True):
-        lengths = {end - begin for _, begin, end in spans}
-        if len(lengths) > 1 or len({name for name, _, _ in spans}) > 1:
-            raise ValueError(
-                "steps of these sizes do not consist of the same operators (a loss in chunks has "
-                "more of them for more tokens): predict the wanted size itself"
-            )
-        tables = []
-        for timeline, (_, begin, end) in zip(timelines, spans, strict=True):
-            tables.append(_by_operator(timeline)[begin : end + 1])
-        together.append((spans[0][0], torch.stack(tables)))
-    return together
+def _phases_of(timeline: Timeline) -> list[torch.Tensor]:
+    """The phases of a step, as bytes [operators, kinds]."""
+    table = _by_operator(timeline)
+    return [table[begin : end + 1] for _, begin, end in timeline.phases()]
 
 
 def _by_operator(timeline: Timeline) -> torch.Tensor:

@@ -80,18 +80,3 @@ def test_free_segments_go_back_when_asked_or_when_nothing_is_left():
     limited = freed(taken(30 * MIB, 40 * MIB, limit_bytes=100 * MIB), 0)
     limited.changed(2, 50 * MIB)
     assert (limited.reserved, limited.peak_reserved) == (90 * MIB, 90 * MIB)
-
-
-def test_segments_that_grow():
-    """The mistakes: a segment for each large block, holes that nobody uses, pages that stay."""
-    growing = freed(taken(30 * MIB, 4 * MIB, segments_grow=True), 0)
-    assert growing.reserved == 40 * MIB
-    growing.changed(2, 10 * MIB)
-    growing.changed(3, 20 * MIB)  # in the hole of 30 MiB, too
-    assert growing.reserved == 40 * MIB
-    growing.changed(4, 7 * MIB)  # where 6 MiB are left at the end
-    assert growing.reserved == 60 * MIB
-    freed(growing, 3).empty_cache()
-    assert growing.reserved == 40 * MIB
-    growing.changed(5, 20 * MIB)
-    assert growing.reserved == 60 * MIB, "the page comes back"

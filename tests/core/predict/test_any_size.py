@@ -5,15 +5,7 @@ import pytest
 from recipes_lib.core.predict import any_size as module
 from recipes_lib.core.predict import predict
 from recipes_lib.core.predict.any_size import NOTHING, any_size
-from tests.core.predict.recipes import (
-    RECIPES,
-    Recipe,
-    batch_of,
-    build_of,
-    checkpointed,
-    chunked,
-    plain_step,
-)
+from tests.core.predict.recipes import RECIPES, build_of
 
 DEPTH = 9
 
@@ -48,29 +40,6 @@ def test_blocks_of_two_kinds_repeat_with_a_period():
 
     step = any_size(build_with, layers=(2, 4))
     assert step.peak(layers=10) == predict(build_with(10)).peak
-
-
-def of_length(change=()):
-    def build_with(layers, tokens):
-        def step(ignored):
-            return plain_step(batch_of(tokens=tokens))
-
-        return build_of("llama", Recipe(change, step=step), num_hidden_layers=layers)
-
-    return build_with
-
-
-def test_two_axes():
-    """The mistake: bytes that grow with both are added for one of them only."""
-    build_with = of_length((checkpointed,))
-    step = any_size(build_with, layers=(2, 3), tokens=(32, 48))
-    assert step.peak(layers=5, tokens=96) == predict(build_with(layers=5, tokens=96)).peak
-
-
-def test_other_operators_are_refused():
-    """The mistake: a longer text has more chunks, and their moments do not belong together."""
-    with pytest.raises(ValueError, match="the same operators"):
-        any_size(of_length((chunked,)), layers=(2, 3), tokens=(32, 64))
 
 
 def test_a_result_is_kept_on_disk(tmp_path, monkeypatch):
