@@ -1193,7 +1193,7 @@ print(f"takes {used / GIB:.1f} GiB, the equation says {terms(tokens).peak / GIB:
 # %% [markdown]
 # With SDPA and checkpoints alone the logits break first, because these models have a vocabulary of 128,256. QLoRA saves fixed bytes, and takes more for each token. So on the two larger cards the 1B model has the longer text in *full*. The times of a step are a lower bound, because the MLP's third forward is not counted. 40 % of the data sheet is what the training of Llama 3 reached.
 #
-# **Beside what others have measured.** For Llama 3.1 8B, QLoRA of rank 32 on 80 GB, [Unsloth](https://unsloth.ai/blog/llama3-3) reports 28,000 tokens with Hugging Face and flash attention 2, and 342,000 with Unsloth, which offloads inputs and chunks its loss. Their cells here, for rank 16, are 40,000 and 578,000: 1.4 and 1.7 times as long. What exactly they ran we do not know.
+# **Beside what others have measured.** For Llama 3.1 8B, QLoRA of rank 32 on 80 GB, [Unsloth](https://unsloth.ai/blog/llama3-3) reports 28,000 tokens with Hugging Face and flash attention 2, and 342,000 with Unsloth, which offloads inputs and chunks its loss. Their cells here, for rank 16, are 40,500 and 578,000: 1.4 and 1.7 times as long. What exactly they ran we do not know.
 #
 # **For your own model** ask the doctor. `--model` is an id of the hub, a folder or a shape. *Fits* says with what, and *costs* at what price; the last line is the step itself, on tensors without data. Its times are at the full rate of the data sheet. It asks LoRA before QLoRA, whose base is rounded; here QLoRA fits without the offload. Its `finetune` command lacks three of the recipes, and says so:
 

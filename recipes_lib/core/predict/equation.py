@@ -276,11 +276,11 @@ def with_inputs_elsewhere(step: StepBytes) -> StepBytes:
 
 def with_chunked_loss(step: StepBytes) -> StepBytes:
     """Not all logits: 64 MiB of those of a chunk and of their gradients; and the gradients of the
-    output layer, in fp32, and of what it reads [T, D]. To that of a tied table the second half is
-    added in place: there is one copy.
+    output layer and of what it reads [T, D]. To that of a tied table the second half is added in
+    place: there is one copy.
     """
     sizes = step.sizes
-    of_table = 0 if sizes.frozen else sizes.table // sizes.element * FP32
+    of_table = 0 if sizes.frozen else sizes.table
     return replace(
         step,
         loss=min(CHUNK, 2 * sizes.logits) + 2 * sizes.inputs + of_table,

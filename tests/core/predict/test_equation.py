@@ -87,7 +87,7 @@ def offloaded_step(batch, model, optimizer):
         plain_step(batch)(model, optimizer)
 
 
-def compare(shape, stack, *, rows, length, dtype, rel, layers=5):
+def compare(shape, stack, *, rows, length, dtype, layers=5):
     """Five blocks: two groups of nested checkpoints, and one that is not full."""
     how = STACKS[stack]
     ids = torch.zeros(rows, length, dtype=torch.long)
@@ -104,13 +104,13 @@ def compare(shape, stack, *, rows, length, dtype, rel, layers=5):
     step = equation.plain_step(model, rows=rows, length=length)
     for change in how.terms:
         step = change(step)
-    assert step.peak == pytest.approx(predict(build).peak, rel=rel)
+    assert step.peak == pytest.approx(predict(build).peak, rel=0.01)
 
 
 @pytest.mark.parametrize("stack", ["plain", "checkpointed", "chunked", "QLoRA, checkpointed"])
 def test_near_the_step_itself(stack):
     """The mistake: a term that is forgotten, or counted twice."""
-    compare("llama-3.1-8b", stack, rows=1, length=2048, dtype=torch.bfloat16, rel=0.05)
+    compare("llama-3.1-8b", stack, rows=1, length=2048, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_near_the_step_itself(stack):
 def test_long_texts_in_fp32(stack, tokens):
     """The mistake: a tensor of the length of the text that a recipe leaves, and the sum does not
     have, or that is free by then."""
-    compare("smollm2-135m", stack, rows=1, length=tokens, dtype=torch.float32, rel=0.01)
+    compare("smollm2-135m", stack, rows=1, length=tokens, dtype=torch.float32)
 
 
 @pytest.mark.survey
@@ -129,4 +129,4 @@ def test_long_texts_in_fp32(stack, tokens):
 )
 @pytest.mark.parametrize("shape", ["llama-3.2-1b", "llama-3.2-3b", "qwen2.5-32b", "qwen3-8b"])
 def test_near_the_step_itself_for_more_shapes(shape, stack):
-    compare(shape, stack, rows=2, length=2048, dtype=torch.bfloat16, rel=0.05, layers=8)
+    compare(shape, stack, rows=2, length=2048, dtype=torch.bfloat16, layers=8)
