@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ class TensorBoard(Tracker):
     def __init__(self, path: Path, settings: dict[str, Any], resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # The reader takes files by name, and a name begins with the second of its start: a resume
+        # within the same second could be read before what it goes on from.
+        while list(path.glob(f"events.out.tfevents.{int(time.time())}.*")):
+            time.sleep(0.05)
         # The page hides what is older than `purge_step`. Written every second, not every 120.
         self._writer = SummaryWriter(str(path), purge_step=resume_step, flush_secs=1)
         self._writer.add_text("settings", json.dumps(settings, default=str))

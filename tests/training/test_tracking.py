@@ -41,6 +41,16 @@ def test_a_resumed_log_has_each_step_once_as_the_lines_by_hand(tmp_path):
         track(tmp_path)
 
 
+def test_a_resume_within_the_same_second_is_read_last(tmp_path, monkeypatch):
+    """The mistake: files are read by name, and of two that began in one second the older wins."""
+    for process, start in (("9", 0), ("1", 2)):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        with track(tmp_path, resume_step=start) as tracker:
+            for step in range(start, 4):
+                tracker.log(step, loss=start)
+    assert read_back(tmp_path)["loss"] == [(0, 0.0), (1, 0.0), (2, 2.0), (3, 2.0)]
+
+
 def test_mlflow_goes_on_with_the_same_run(tmp_path, monkeypatch):
     """The mistake: a resumed run is a second one, and its failure is forgotten."""
     mlflow = pytest.importorskip("mlflow")
