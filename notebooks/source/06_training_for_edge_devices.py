@@ -27,7 +27,7 @@
 # |---|---|
 # | **You will learn** | what each link of the chain saves and costs, how to see that an export is fast before it is on the device, and which links your budget needs |
 # | **You need** | the basics of PyTorch, and a C++ compiler with cmake for one cell; no GPU, no login, no device |
-# | **Time** | ten to twelve minutes on two CPU cores |
+# | **Time** | about ten minutes on two CPU cores |
 # | **Cost** | free on a laptop or on Colab |
 
 # %% [markdown]

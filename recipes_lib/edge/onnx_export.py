@@ -15,8 +15,8 @@ Costs      A calibration set; a small loss of accuracy. Without VNNI, pairs of p
            and weights with one: with other types 8 bits gain little time or none.
 Use when   The model goes to Windows, a server without PyTorch, a browser, or an NPU with a provider
            for ONNX Runtime.
-Not when   The images are tiny: then the time is that of calling operators, and 8 bits gain none.
-           A phone app has ExecuTorch or Core ML already.
+Not when   The images are tiny: then much of the time is that of calling operators, and 8 bits gain
+           less. A phone app has ExecuTorch or Core ML already.
 In production   `optimum-cli export onnx` and `optimum-cli onnxruntime quantize`; ONNX Runtime with
            its providers (OpenVINO, CoreML, QNN, TensorRT); OpenVINO's NNCF.
 Source     ONNX Runtime documentation, "Quantize ONNX models"; Jacob et al., arXiv 1712.05877.

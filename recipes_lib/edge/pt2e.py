@@ -14,8 +14,7 @@ Saves      3 of the 4 bytes of a weight in the file, and time where the kernels 
            are the faster ones.
 Costs      A calibration set; a small loss of accuracy.
 Use when   The .pte goes to a device with 8-bit kernels, or must be small.
-Not when   Speed on x86 is what counts: XNNPACK gains size there, `onnx_export` speed. Where 8 bits
-           lose too much, `precision/quantization_aware` trains on a grid.
+Not when   8 bits lose too much: `precision/quantization_aware` trains on a grid.
 In production   torchao `prepare_pt2e` and `convert_pt2e` with the quantizer of a backend (XNNPACK,
            Core ML, Qualcomm, X86Inductor); `prepare_qat_pt2e` for a training on the grid.
 Source     Jacob et al., arXiv 1712.05877; torchao documentation, "PyTorch 2 Export Quantization".
