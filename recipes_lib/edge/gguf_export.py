@@ -45,7 +45,7 @@ from recipes_lib.edge._silenced_libraries import noise_to
 
 KINDS = ("q8_0", "f16", "f32")
 BLOCK = 32  # weights of q8_0 that share a scale
-FAMILIES = ("llama", "qwen2")
+FAMILIES_OF_GGUF = ("llama", "qwen2")
 # How llama.cpp cuts a text into words before it looks for tokens, by family and vocabulary.
 PRE_TOKENIZERS = {
     ("llama", 49152): "smollm",
@@ -80,7 +80,7 @@ def export_to_gguf(
     """Write `model` as a `.gguf` file. It appears under its name when it is complete.
 
     Args:
-        model: a Hugging Face causal LM of one of `FAMILIES`. It stays as it is.
+        model: a Hugging Face causal LM of one of `FAMILIES_OF_GGUF`. It stays as it is.
         path: of the file, which ends in `.gguf`.
         kind: of the matrices: "q8_0", "f16" or "f32".
         tokenizer: of the model, with merges of bytes (BPE). None: the file has no tokenizer, and
@@ -191,7 +191,7 @@ def _names_in_gguf(model: Any) -> dict[str, str]:
 
 def _require_what_gguf_can_say(model: Any) -> None:
     """Raise ValueError for what llama.cpp would compute in another way."""
-    require_llama(model, families=FAMILIES, rope_types=("default",))
+    require_llama(model, families=FAMILIES_OF_GGUF, rope_types=("default",))
     refuse_quantized(model, way_out="export the model as it was before")
     config = model.config
     if config.model_type == "llama" and (config.attention_bias or config.mlp_bias):

@@ -74,7 +74,7 @@ from recipes_lib.edge.language_model.weights import (
     require_same_logits,
 )
 
-FAMILIES = ("llama", "mistral", "qwen2")
+FAMILIES_OF_EXECUTORCH = ("llama", "mistral", "qwen2")
 LLAMA_3_ANGLES = (1.0, 8192)  # ExecuTorch has these two of "llama3" as constants
 GROUP_UNIT = 32  # XNNPACK's kernels for 4 bits take groups of 32, 64, 96, …
 ROWS_LOOKED_AT = 8  # of each layer, to see whether it is on a grid already
@@ -135,7 +135,7 @@ def export_language_model(
     beside it, with the ending `.log`. Nothing is ever downloaded.
 
     Args:
-        model: a Hugging Face causal LM of one of `FAMILIES`, also one that trains with
+        model: a causal LM of one of `FAMILIES_OF_EXECUTORCH`, also one that trains with
             `apply_quantization_aware`: its weights are rounded here, on the grid of its training.
         path: of the file, which ends in `.pte`.
         weight_bits: of the linear layers in the blocks: 4 in groups, or 8 with one scale per row.
@@ -219,7 +219,7 @@ def _export_by_executorch(settings: Any) -> Delegation:
 
 def _require_what_executorch_runs(model: Any, max_length: int) -> None:
     """Raise ValueError for what the comparison of a few tokens does not see."""
-    require_llama(model, families=FAMILIES, rope_types=("default", "llama3"))
+    require_llama(model, families=FAMILIES_OF_EXECUTORCH, rope_types=("default", "llama3"))
     config = without_adapters(model).config
     rope = config.rope_parameters
     if rope["rope_type"] == "llama3":

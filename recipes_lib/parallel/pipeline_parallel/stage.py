@@ -15,7 +15,7 @@ from recipes_lib.core.model.causal_lm import decoder_blocks, trunk, without_adap
 
 # Families whose model is an embedding, equal blocks, a norm and an output layer, and nothing else.
 # Others do something in between, as Gemma, which scales what comes out of the embedding.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES_IN_STAGES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Stage(nn.Module):
@@ -102,10 +102,10 @@ def drop_all_but(model: Any, stages: Iterable[nn.Module]) -> None:
 def require_family(model: Any) -> None:
     """Raise ValueError for a model that does more than its stages, or has no weights."""
     family = without_adapters(model).config.model_type
-    if family not in FAMILIES:
+    if family not in FAMILIES_IN_STAGES:
         raise ValueError(
             f"a model of the family {family!r} cannot be cut into stages here: give one of "
-            f"{', '.join(FAMILIES)}"
+            f"{', '.join(FAMILIES_IN_STAGES)}"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(

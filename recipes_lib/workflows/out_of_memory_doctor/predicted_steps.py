@@ -39,7 +39,7 @@ from recipes_lib.workflows.out_of_memory_doctor.remedies import (
 )
 
 LR = 1e-4
-FEW = (2, 3)  # blocks, whose steps say what a step of all blocks needs
+FEW_BLOCKS = (2, 3)  # blocks, whose steps say what a step of all blocks needs
 
 
 def dry_peak(question: Question, stack: Stack) -> int:
@@ -47,11 +47,11 @@ def dry_peak(question: Question, stack: Stack) -> int:
     build_of = functools.partial(build_with, question, stack)
     options = {"card": question.card, "ranks": question.gpus if "FSDP" in stack else 1}
     depth = len(decoder_blocks(question.model))
-    if depth <= FEW[1] or not _all_alike(question.model):
+    if depth <= FEW_BLOCKS[1] or not _all_alike(question.model):
         return predict(build_of(layers=depth), allocator=False, **options).peak
     sizes = [question.own_rows, question.length, stack]
     key = [question.model.config.to_dict(), str(question.model.dtype), *sizes]
-    return any_size(build_of, key=key, layers=FEW, **options).peak(layers=depth)
+    return any_size(build_of, key=key, layers=FEW_BLOCKS, **options).peak(layers=depth)
 
 
 def _all_alike(model: Any) -> bool:
