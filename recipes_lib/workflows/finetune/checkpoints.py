@@ -54,3 +54,19 @@ def facts_in_checkpoint(run: Settings, folder: Path) -> dict[str, Any]:
         file = folder / CHECKPOINT
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     return saved["facts"]["run"] | {"done": saved["step"]}
+
+
+def where_it_goes_on(run: Settings) -> str:
+    """The checkpoint, and what a longer run than its own means for the learning rate."""
+    folder = Path(run.output_dir)
+    checkpoint = checkpoint_of(run, folder)
+    if not checkpoint.exists():  # a mistyped folder would begin anew in silence
+        return f"nothing to go on from, there is no {checkpoint}: beginning at step 0"
+    there = facts_in_checkpoint(run, folder)
+    words = f"going on from {checkpoint}"
+    if there["steps"] == run.steps:
+        return words
+    return (
+        f"{words}, of a run of {there['steps']} steps: from step {there['done']} on the learning "
+        f"rate is that of a run of {run.steps}, so it rises where the other had come near 0"
+    )

@@ -35,7 +35,7 @@ from recipes_lib.workflows.finetune.base_model import (
     model_to_save,
     placed,
 )
-from recipes_lib.workflows.finetune.checkpoints import checkpoint_of, facts_in_checkpoint
+from recipes_lib.workflows.finetune.checkpoints import where_it_goes_on
 from recipes_lib.workflows.finetune.checks import (
     check_output,
     check_packing,
@@ -89,11 +89,11 @@ def finetune(
     data = load_data(tokenizer, run=run, held_out_file=held_out_file, **of_data)
     run = data.run
     check_rows_fit_base([*data.rows, *data.held_out], tokenizer, run=run, added=added)
-    rows, run = _packed(data, epochs)
+    rows, run = _packed_rows(data, epochs)
     check_unfinished(run)
     check_run(rows, run=run, folder=folder, resume=resume)
     if resume:
-        print(_where_it_goes_on(run))
+        print(where_it_goes_on(run))
 
     print("loading the model", flush=True)
     meet()  # no rank writes before all have looked at the folder
@@ -131,7 +131,7 @@ def finetune(
     print(f"\nThese lines ask it:\n\n{lines}")
 
 
-def _packed(data: Data, epochs: int | None) -> tuple[list[Row], Settings]:
+def _packed_rows(data: Data, epochs: int | None) -> tuple[list[Row], Settings]:
     """The rows to train on, packed where the run says so, and the run with the steps of `epochs`.
 
     Prints how many there are.
@@ -150,22 +150,6 @@ def _packed(data: Data, epochs: int | None) -> tuple[list[Row], Settings]:
     passes = run.steps * run.rows_per_step / len(rows)
     print(f"{run.steps} steps of {run.rows_per_step} rows: {passes:.1f} passes over the data")
     return rows, run
-
-
-def _where_it_goes_on(run: Settings) -> str:
-    """The checkpoint, and what a longer run than its own means for the learning rate."""
-    folder = Path(run.output_dir)
-    checkpoint = checkpoint_of(run, folder)
-    if not checkpoint.exists():  # a mistyped folder would begin anew in silence
-        return f"nothing to go on from, there is no {checkpoint}: beginning at step 0"
-    there = facts_in_checkpoint(run, folder)
-    words = f"going on from {checkpoint}"
-    if there["steps"] == run.steps:
-        return words
-    return (
-        f"{words}, of a run of {there['steps']} steps: from step {there['done']} on the learning "
-        f"rate is that of a run of {run.steps}, so it rises where the other had come near 0"
-    )
 
 
 # --- in a process of its own ----------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_epochs_are_counted_in_the_rows_of_this_run():
     """The mistake: a pass over the pairs where packed rows are fewer."""
     rows = make_rows(36)
     run = change(packing=True, rows_per_step=6)
-    packed, run = command._packed(Data([], rows, [], run), epochs=2)
+    packed, run = command._packed_rows(Data([], rows, [], run), epochs=2)
     assert len(packed) < len(rows)
     assert run.steps == 2 * (len(packed) // 6)
 
