@@ -27,17 +27,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from recipes_lib.core.measure import there_and_back
-from recipes_lib.core.measure.free_memory import free_memory_bytes, release_memory
 from recipes_lib.core.measure.provenance import provenance, runs_dir
+from recipes_lib.core.measure.taking_turns import Turn, Turns
 from recipes_lib.report.charts.bars import Bars, bars
 from recipes_lib.report.style import FACTOR, three_digits
 
 WIDTH = 88  # of a printed line, as in the code cells of a notebook
-ROOM = 3 / 4  # of the memory that is free may be taken by models: one too many ends the run
 DISTURBED = 1.5  # the slowest turn over the fastest, from which on a row is marked
-
-Turn = Callable[[], dict[str, float]]
 
 
 class Column(NamedTuple):
@@ -70,14 +66,6 @@ class Row(SimpleNamespace):
         """Nothing: `climb` has printed what there is to say."""
 
 
-class Waiting(NamedTuple):
-    """How a row's turn is built again, what it keeps in memory, and what it needs when it runs."""
-
-    build: Callable[[], Turn]
-    kept: int
-    peak: int
-
-
 class Ladder:
     """Rows in the order of the steps, kept in `runs/<name>.json`.
 
@@ -97,9 +85,7 @@ class Ladder:
         self.facts: dict[str, Any] = {}
         if columns:
             self.columns = columns
-        self._waiting: dict[str, Waiting] = {}
-        self._ready: dict[str, Turn] = {}  # turns that are alive, with their models
-        self._rounds: list[dict[str, dict[str, float]]] = []  # times by row, round by round
+        self._turns = Turns()
 
     # --- add rows ---
 
@@ -129,17 +115,16 @@ class Ladder:
         Raises ValueError for a name that is taken.
         """
         self._check_new(name)
-        print(_wrapped(f"{name}: {expected}").removeprefix("  "))
-        self._make_room(peak)
+        print(_wrapped_line(f"{name}: {expected}").removeprefix("  "))
+        self._turns.make_room(peak)
         turn = build()
         if look is None:
             measured = turn()
         else:
             measured = look(turn)
         row = self.append(Row(name=name, group=group, **known, **measured))
-        self._waiting[name] = Waiting(build, kept, peak)
-        self._ready[name] = turn
-        print(_wrapped(self.line(name)))
+        self._turns.wait(name, turn, build, kept=kept, peak=peak)
+        print(_wrapped_line(self.line(name)))
         return row
 
     def append(self, row: Row) -> Row:
@@ -171,17 +156,6 @@ class Ladder:
         if any(row.name == name for row in self.rows):
             raise ValueError(f"the ladder already has a row {name!r}: give this step another name")
 
-    def _make_room(self, peak: int) -> None:
-        """Let the turns that wait go, if the next one does not fit beside their models."""
-        waiting = sum(self._waiting[name].kept for name in self._ready)
-        if waiting + peak > self._room():
-            self._ready.clear()
-        release_memory()  # a model may hang in a reference cycle
-
-    def _room(self) -> float:
-        """Bytes for models: a part of the memory that is free, or taken by the models that wait."""
-        return ROOM * (free_memory_bytes() + sum(self._waiting[name].kept for name in self._ready))
-
     # --- times in turns ---
 
     def take_turns(self, rounds: int = 5) -> None:
@@ -192,80 +166,34 @@ class Ladder:
         each. One that fails keeps its first time. The file is saved after every round; the models
         are free afterwards. Raises ValueError if no row waits for its turns.
         """
-        waiting = [row for row in self.rows if row.name in self._waiting and not row.turns]
+        waiting = [row for row in self.rows if row.name in self._turns.waiting and not row.turns]
         if not waiting:
             raise ValueError("no row can take turns: add rows with climb, which knows their builds")
         for first in {self.first_of(row).name: None for row in waiting}:
             names = [row.name for row in waiting if self.first_of(row).name == first]
-            for part in self._parts(first, names):
+            for part in self._turns.that_fit_together(first, names):
                 print(textwrap.shorten(f"in turns: {', '.join(part)}", WIDTH, placeholder=" …"))
                 self._take_turns_together(part, rounds)
             for name in names:
                 if name != first:
-                    del self._waiting[name]  # what builds a row may hold its model
-
-    def _parts(self, first: str, names: Sequence[str]) -> list[list[str]]:
-        """Rows that fit into memory together, with the first one in each part if that fits, too."""
-        room = self._room()
-        start = [first] if first in self._waiting else []
-        parts = [start]
-        for name in names:
-            if name == first:
-                continue
-            if self._fit([*parts[-1], name], room):
-                parts[-1] = [*parts[-1], name]
-            elif self._fit([*start, name], room):
-                parts.append([*start, name])
-            else:
-                parts.insert(0, [name])
-        return [part for part in parts if part]
-
-    def _fit(self, names: Sequence[str], room: float) -> bool:
-        """Whether each of these can take its turn while the others wait."""
-        kept = sum(self._waiting[name].kept for name in names)
-        needs = [self._waiting[name] for name in names]
-        return all(kept - need.kept + need.peak <= room for need in needs)
+                    del self._turns.waiting[name]  # what builds a row may hold its model
 
     def _take_turns_together(self, names: Sequence[str], rounds: int) -> None:
-        self._ready = {name: turn for name, turn in self._ready.items() if name in names}
-        release_memory()
-        left = list(names)
-        for order in there_and_back(list(names), rounds=rounds):
-            took = {}
-            for name in order:
-                times = self._times_of(name) if name in left else None
-                if times is not None:
-                    took[name] = times
-            left = [name for name in left if name in took]
-            self._rounds.append(took)
+        for took in self._turns.take(names, rounds):
             self._set_times(took)
-        self._ready.clear()
-        release_memory()
-
-    def _times_of(self, name: str) -> dict[str, float] | None:
-        """The times of a turn; None for a row that fails, which then takes no more turns."""
-        try:
-            if name not in self._ready:
-                self._ready[name] = self._waiting[name].build()
-            return self._ready[name]()
-        except Exception as error:
-            self._ready.pop(name, None)
-            reason = textwrap.shorten(f"{type(error).__name__}: {error}", 60, placeholder=" …")
-            print(f"  {name} takes no more turns: {reason}", flush=True)
-            return None
 
     def set_times(self, seconds: Mapping[str, Sequence[float]]) -> None:
         """Give the rows times that were taken elsewhere: for each row, those of every round."""
         for took in zip(*seconds.values(), strict=True):
             times = [{self.clock: each} for each in took]
-            self._rounds.append(dict(zip(seconds, times)))
+            self._turns.rounds.append(dict(zip(seconds, times)))
         self._set_times(seconds)
 
     def _set_times(self, names: Collection[str]) -> None:
         """Give these rows the fastest and the slowest of their turns so far, and save."""
         for name in names:
             row = self[name]
-            turns = [took[name] for took in self._rounds if name in took]
+            turns = [took[name] for took in self._turns.rounds if name in took]
             row.turns = len(turns)
             for metric in turns[0]:
                 each = [turn[metric] for turn in turns]
@@ -286,7 +214,7 @@ class Ladder:
         both took part. Without such a round it has no range.
         """
         ratio = self._ratio(getattr(row, self.clock), getattr(self[other], self.clock))
-        both = [took for took in self._rounds if {row.name, other} <= took.keys()]
+        both = [took for took in self._turns.rounds if {row.name, other} <= took.keys()]
         if not both:
             setattr(row, metric, ratio)
             return
@@ -380,7 +308,7 @@ class Ladder:
         columns = zip(header, *cells, strict=True)
         widths = [max(map(len, column)) for column in columns]
         lines = [_text_row(header, widths)]
-        for line, heading in self._lines(cells):
+        for line, heading in self._lines_with_groups(cells):
             if heading:
                 lines.append(heading)
             lines.append(_text_row(line, widths))
@@ -392,14 +320,14 @@ class Ladder:
     def _repr_html_(self) -> str:
         header, *cells = self.table()
         lines = [_html_row(header, "th")]
-        for line, heading in self._lines(cells):
+        for line, heading in self._lines_with_groups(cells):
             if heading:
                 span = f'<th colspan="{len(header)}" style="text-align: left">'
                 lines.append(f"<tr>{span}{html.escape(heading)}</th></tr>")
             lines.append(_html_row(line, "td"))
         return f"<table>{''.join(lines)}</table>"
 
-    def _lines(self, cells: Sequence[list[str]]) -> Iterator[tuple[list[str], str]]:
+    def _lines_with_groups(self, cells: Sequence[list[str]]) -> Iterator[tuple[list[str], str]]:
         """Each line of the table with the name of the group that begins there, or ""."""
         before = ""
         for line, row in zip(cells, self.rows, strict=True):
@@ -442,7 +370,7 @@ def named(row: Row) -> str:
     return row.name
 
 
-def _wrapped(text: str) -> str:
+def _wrapped_line(text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from recipes_lib.report import ladder as module
+from recipes_lib.core.measure import taking_turns
 from recipes_lib.report.ladder import RATIO, TIME, Column, Ladder, Row
 from recipes_lib.report.style import MIB, mib
 
@@ -116,7 +116,7 @@ def test_a_row_that_fails_keeps_its_first_time(ladder, capsys):
 
 def test_models_wait_only_where_there_is_room_and_go_after_their_turns(ladder, monkeypatch):
     """The mistake: models wait for their turns until the memory is full."""
-    monkeypatch.setattr(module, "free_memory_bytes", lambda: 20)
+    monkeypatch.setattr(taking_turns, "free_memory_bytes", lambda: 20)
     made = []
     ladder.climb("first", build(1, 1, 1, 1, made=made), kept=10, peak=10)
     ladder.climb("second", build(1, 1, made=made), kept=10, peak=10)
@@ -137,7 +137,7 @@ def test_the_file_is_whole_after_every_round_and_the_last_run_is_kept(ladder, ru
         raise KeyboardInterrupt
 
     ladder.climb("second", build(9, 2.0))
-    ladder._ready["second"] = interrupted
+    ladder._turns.alive["second"] = interrupted
     with pytest.raises(KeyboardInterrupt):
         ladder.take_turns(rounds=2)
     assert [record["row"] for record in saved(ladder)["rows"]].count("second") > 0

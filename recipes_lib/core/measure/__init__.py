@@ -12,7 +12,9 @@ live_bytes  an exact account of the bytes of live tensors
 machine  what am I running on: device, memory, native bf16, versions, tier
 peak_memory  the peak bytes inside a block of code
 provenance  where results are written, and what stands beside each: machine, versions, commit
+replaced_functions  functions of libraries that want data, and what a dry run puts in their places
 step_cost  what a step costs; several steps in turns
+taking_turns  steps that take turns on the clock, as many at a time as fit into memory
 timeline  memory over time: live bytes by kind and phase
 """
 

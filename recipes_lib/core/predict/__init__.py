@@ -20,7 +20,7 @@ any_size  a step of any size from a few small ones
 card  a GPU that is not there: its memory, and the kernels that it would choose
 equation  the memory of a step by arithmetic
 flops  how many operations of matrix products a step needs
-ranks  one rank among many, without the others
+pretended_ranks  one rank among many, without the others
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.measure.timeline import Timeline, TimelineRecorder, record_timeline
 from recipes_lib.core.predict.allocator import Allocator
 from recipes_lib.core.predict.card import CARDS, Card, on_card
-from recipes_lib.core.predict.ranks import buckets_without_data, pretended_ranks
+from recipes_lib.core.predict.pretended_ranks import buckets_without_data, pretended_ranks
 
 __all__ = ["CARDS", "Build", "Card", "Prediction", "predict"]
 

@@ -20,6 +20,7 @@ autocast_mode.h; the specifications of the cards.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
+from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.dry_run import pretend_a_card
 
 aten = torch.ops.aten
@@ -99,6 +101,23 @@ CARDS = {
 }
 
 
+def card_named(name: str) -> Card:
+    """A key of CARDS, or a size such as "24GB": of the cards that are sold with it the smallest."""
+    size = name.upper().removesuffix("GB").strip()
+    if size.isdecimal():
+        sold = cards_sold_with(int(size))
+        if sold:
+            return sold[0]
+    check_choice(CARDS, card=name)
+    return CARDS[name]
+
+
+def cards_sold_with(size: float) -> list[Card]:
+    """The cards of so many GB, least memory first: PyTorch sees up to a tenth less."""
+    sold = [card for card in CARDS.values() if 0.9 * size <= card.memory_bytes / GIB <= size]
+    return sorted(sold, key=operator.attrgetter("memory_bytes"))
+
+
 @contextlib.contextmanager
 def on_card(card: Card | None) -> Iterator[None]:
     """Inside of a dry run, operators are those that `card` would choose; None changes nothing."""
@@ -128,6 +147,7 @@ def _attention_that_card_chooses(capability: tuple[int, int]) -> Callable[..., t
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        """By FlashAttention, by memory-efficient attention, or with all scores."""
         q, k, v = (_as_autocast_gives_it(each) for each in (query, key, value))
         options = {"scale": scale}
         half = q.dtype in (torch.float16, torch.bfloat16)
@@ -177,7 +197,7 @@ def _in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
             return value.float()
         return value
 
-    def call(*args: Any, **options: Any) -> Any:
+    def call_in_fp32(*args: Any, **options: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
             return function(*args, **options)
         args = [widened(each) for each in args]
@@ -185,4 +205,4 @@ def _in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
         with torch.autocast("cpu", enabled=False):
             return function(*args, **options)
 
-    return call
+    return call_in_fp32

@@ -118,8 +118,7 @@ class TimedStage(PipelineStage):
     def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stages ask each other whether all of them know their shapes, and here all do.
 
-        Ranks that are only pretended (`core.predict.ranks`) answer nothing, which would mean
-        no.
+        Pretended ranks (`core.predict.pretended_ranks`) answer nothing, which would mean no.
         """
         return torch.ones_like(super()._warmup_backward_result(*args, **kwargs))
 

@@ -63,7 +63,7 @@ def bars(
         groups: of each row; a group's name stands above its first row.
         source: where the numbers are from; by default this machine and today.
     """
-    places, headings = _places(groups or [""] * len(names))
+    places, headings = _places_of_rows(groups or [""] * len(names))
     end = max(places) + 1
     widths = [column.width for column in columns]
     key = {}
@@ -103,7 +103,7 @@ def bars(
     return figure
 
 
-def _places(groups: Sequence[str]) -> tuple[list[float], dict[str, float]]:
+def _places_of_rows(groups: Sequence[str]) -> tuple[list[float], dict[str, float]]:
     """Where each row stands, and the heading of each group."""
     places: list[float] = []
     headings: dict[str, float] = {}
@@ -141,7 +141,7 @@ def _draw_column(axes: Any, column: Bars, places: Sequence[float], room: float) 
     for further in (column.marks, [high for _, high in column.ranges], column.limits):
         if further:
             ends = [max(end, other or 0) for end, other in zip(ends, further, strict=True)]
-    right = _limit(ends, column.labels, room)
+    right = _end_of_axis(ends, column.labels, room)
     axes.set_xlim(0, right)
     # An unseen bar that ends behind everything carries the label.
     unseen = axes.barh(places, ends, alpha=0)
@@ -162,7 +162,7 @@ def _draw_marks(axes: Any, column: Bars, places: Sequence[float]) -> None:
             axes.plot([low, high], [place, place], linewidth=1.5, **look)
 
 
-def _limit(ends: Sequence[float], labels: Sequence[str], room: float) -> float:
+def _end_of_axis(ends: Sequence[float], labels: Sequence[str], room: float) -> float:
     """Where the axis has to end, so that the longest label ends with it."""
     limit = max(ends) or 1.0
     for end, label in zip(ends, labels):
@@ -171,7 +171,7 @@ def _limit(ends: Sequence[float], labels: Sequence[str], room: float) -> float:
     return limit
 
 
-def _number(value: float) -> str:
+def _label_number(value: float) -> str:
     if value == round(value):
         return f"{value:,.0f}"
     return three_digits(value)
@@ -179,7 +179,7 @@ def _number(value: float) -> str:
 
 def _label_parts(axes: Any, layer: Any, color: str, points_per_unit: float) -> None:
     """The number of each part inside it, where it has room."""
-    texts = [_number(bar.get_width()) for bar in layer]
+    texts = [_label_number(bar.get_width()) for bar in layer]
     fits = [
         text_width(text, INSIDE) + 4 < bar.get_width() * points_per_unit
         for text, bar in zip(texts, layer, strict=True)

@@ -69,7 +69,7 @@ def timeline_chart(
         marked = {"at the peak": each.highest}
         if both_towers:
             marked["at the end of backward"] = each.towers()[1]
-        _draw_step(axes, each, unit, marked.values())
+        _draw_bytes_of_step(axes, each, unit, marked.values())
         axes.set_title(name, fontsize=WORDS + 1)
         if name in predicted:
             _draw_prediction(axes, predicted[name], each, unit)
@@ -82,7 +82,7 @@ def timeline_chart(
     return figure
 
 
-def _places(each: Timeline) -> list[int]:
+def _places_of_points(each: Timeline) -> list[int]:
     """How far to the right each point is: the bytes that have come and gone by then."""
     places = [0]
     for before, point in zip(each.points, each.points[1:]):
@@ -90,12 +90,12 @@ def _places(each: Timeline) -> list[int]:
     return places
 
 
-def _spans(each: Timeline) -> list[tuple[str, int, int]]:
+def _spans_of_phases(each: Timeline) -> list[tuple[str, int, int]]:
     """The phases with the places at which they begin and end.
 
     One begins at the last point of the phase before: what its first operator takes is its own.
     """
-    places = _places(each)
+    places = _places_of_points(each)
     phases = []
     begins = []
     for number, point in enumerate(each.points):
@@ -105,8 +105,9 @@ def _spans(each: Timeline) -> list[tuple[str, int, int]]:
     return list(zip(phases, begins, [*begins[1:], places[-1]]))
 
 
-def _draw_step(axes: Any, each: Timeline, unit: Unit, marked: Iterable[Point]) -> None:
-    places = _places(each)
+def _draw_bytes_of_step(axes: Any, each: Timeline, unit: Unit, marked: Iterable[Point]) -> None:
+    """The live bytes of one step, a layer for each kind, and the points that are marked."""
+    places = _places_of_points(each)
     # What stays for the whole step is at the bottom, what comes and goes is above it.
     layers = []
     for kind in KINDS:
@@ -138,10 +139,10 @@ def _draw_prediction(axes: Any, predicted: Timeline, measured: Timeline, unit: U
     """The bytes of a step without data, phase by phase as wide as the measured ones."""
     places = []
     totals = []
-    for (_, *before), (_, *now) in zip(_spans(predicted), _spans(measured)):
+    for (_, *before), (_, *now) in zip(_spans_of_phases(predicted), _spans_of_phases(measured)):
         begin, end = before
         stretched = (now[1] - now[0]) / max(end - begin, 1)
-        for place, point in zip(_places(predicted), predicted.points):
+        for place, point in zip(_places_of_points(predicted), predicted.points):
             if begin <= place <= end:
                 places.append(now[0] + (place - begin) * stretched)
                 totals.append(unit.of(point.total))
@@ -152,8 +153,8 @@ def _draw_prediction(axes: Any, predicted: Timeline, measured: Timeline, unit: U
 def _name_phases(axes: Any, each: Timeline) -> None:
     """Shade every second phase, and name those that are wide enough."""
     room = 0.85 * axes.figure.get_figwidth() * POINTS
-    width = max(_places(each)[-1], 1)
-    for number, (phase, begin, end) in enumerate(_spans(each)):
+    width = max(_places_of_points(each)[-1], 1)
+    for number, (phase, begin, end) in enumerate(_spans_of_phases(each)):
         if number % 2:
             axes.axvspan(begin, end, color=INK, alpha=0.15, linewidth=0, zorder=0)
         if text_width(phase, WORDS) < (end - begin) / width * room:

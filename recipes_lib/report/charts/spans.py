@@ -44,7 +44,7 @@ def spans(
     """
     every = [span for step in panels.values() for span in step]
     kinds = {span.kind for span in every}
-    lanes = {name: _lanes(step) for name, step in panels.items()}
+    lanes = {name: _lanes_of_step(step) for name, step in panels.items()}
     heights = [len(each) for each in lanes.values()]
     figure, axes = new_figure(
         title,
@@ -55,25 +55,26 @@ def spans(
         squeeze=False,
         height_ratios=heights,
     )
-    longest = max(_seconds(step) for step in panels.values())
+    longest = max(_seconds_of_step(step) for step in panels.values())
     for panel, (name, step) in zip(axes[:, 0], panels.items(), strict=True):
-        _draw_step(panel, step, lanes[name], longest)
-        panel.set_title(f"{name}: {MILLISECONDS * _seconds(step):,.3g} ms")
+        _draw_spans_of_step(panel, step, lanes[name], longest)
+        panel.set_title(f"{name}: {MILLISECONDS * _seconds_of_step(step):,.3g} ms")
     axes[-1, 0].set(xlabel="milliseconds", xlim=(0, MILLISECONDS * longest))
     return figure
 
 
-def _lanes(step: Sequence[Span]) -> list[str]:
+def _lanes_of_step(step: Sequence[Span]) -> list[str]:
     return list(dict.fromkeys(span.lane for span in step))
 
 
-def _seconds(step: Sequence[Span]) -> float:
+def _seconds_of_step(step: Sequence[Span]) -> float:
     return max(span.end for span in step) - min(span.begin for span in step)
 
 
-def _draw_step(axes: Any, step: Sequence[Span], lanes: list[str], longest: float) -> None:
+def _draw_spans_of_step(axes: Any, step: Sequence[Span], lanes: list[str], longest: float) -> None:
+    """A bar for each span in its lane, with its text where it has room."""
     started = min(span.begin for span in step)
-    axes.barh(lanes, MILLISECONDS * _seconds(step), height=0.84, color=INK, alpha=0.2)
+    axes.barh(lanes, MILLISECONDS * _seconds_of_step(step), height=0.84, color=INK, alpha=0.2)
     points_per_second = 0.85 * WIDTH * POINTS / longest
     for span in step:
         begin = MILLISECONDS * (span.begin - started)

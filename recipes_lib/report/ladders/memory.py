@@ -99,7 +99,7 @@ class MemoryLadder(Ladder):
         row = super().climb(
             name,
             partial(ReadyStep, build),
-            look=partial(self._measure, name),
+            look=partial(self._bytes_of_step, name),
             expected=f"predicted {mib(predicted.peak)}, {what_changes(before, predicted)}",
             kept=predicted.kept,
             peak=predicted.peak,
@@ -110,7 +110,8 @@ class MemoryLadder(Ladder):
             print(f"  the loss is {_compared(row.loss, self[after])}")
         return row
 
-    def _measure(self, name: str, step: ReadyStep) -> dict[str, Any]:
+    def _bytes_of_step(self, name: str, step: ReadyStep) -> dict[str, Any]:
+        """What is measured of a row once: its peak, its time and its loss."""
         losses: list[float] = []
         of_model = {"model": step.model, "optimizer": step.optimizer}
         measured = measure(
@@ -131,7 +132,7 @@ class MemoryLadder(Ladder):
 
     def _take_turns_together(self, names: Sequence[str], rounds: int) -> None:
         # One turn does not count: its memory comes from the system, which fills it with zeros.
-        self._times_of(names[0])
+        self._turns.times_of(names[0])
         super()._take_turns_together(names, rounds)
 
     def derive(self, row: Row, first: Row) -> None:

@@ -73,14 +73,14 @@ class RankLadder(Ladder):
         return super().climb(
             name,
             partial(RankTurn, run),
-            look=self._measure,
+            look=self._bytes_of_rank,
             expected=expected,
             group=group,
             predicted_bytes=kept,
             predicted_sent=predicted_sent,
         )
 
-    def _measure(self, turn: RankTurn) -> dict[str, Any]:
+    def _bytes_of_rank(self, turn: RankTurn) -> dict[str, Any]:
         seconds = turn()["seconds"]
         came = turn.came
         difference = None

@@ -121,7 +121,7 @@ class SpeedLadder(Ladder):
         return super().climb(
             name,
             partial(Writing, build, new_tokens),
-            look=partial(self._measure, name, new_tokens, group),
+            look=partial(self._times_and_equal_tokens, name, new_tokens, group),
             expected=f"a token reads {megabytes(weight_bytes)}, so it takes {least} or more "
             f"at {self.bandwidth / 1e9:,.0f} GB/s",
             kept=weight_bytes,
@@ -131,7 +131,10 @@ class SpeedLadder(Ladder):
             tokens=new_tokens,
         )
 
-    def _measure(self, name: str, new_tokens: int, group: str, turn: Writing) -> dict[str, Any]:
+    def _times_and_equal_tokens(
+        self, name: str, new_tokens: int, group: str, turn: Writing
+    ) -> dict[str, Any]:
+        """Times of a second text, and how many of its tokens are those of the first row."""
         if len(turn.tokens) != new_tokens:
             raise ValueError(f"{name} wrote {len(turn.tokens)} tokens: let it write {new_tokens}")
         reference = self._written.get(group)

@@ -25,7 +25,7 @@ from recipes_lib.core.data import IGNORED, load_text
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict import predict
 from recipes_lib.core.predict.equation import plain_step, sharded
-from recipes_lib.core.predict.ranks import pretended_ranks
+from recipes_lib.core.predict.pretended_ranks import pretended_ranks
 from recipes_lib.core.ranks import group_device, world_size
 from recipes_lib.core.ranks.bytes_held import RankBytes, rank_bytes
 from recipes_lib.core.ranks.run_result import RankRun

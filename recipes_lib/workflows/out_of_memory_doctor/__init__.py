@@ -31,18 +31,18 @@ predicted_steps  the step itself with a stack, on tensors without data
 from __future__ import annotations
 
 import math
-import operator
 import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
-from recipes_lib.core.checks import check_choice, check_number, check_whole
+from recipes_lib.core.checks import check_number, check_whole
 from recipes_lib.core.measure.machine import GIB, machine
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.model.recurrence_kernels import slow_recurrence
-from recipes_lib.core.predict import CARDS, Card
+from recipes_lib.core.predict import Card
+from recipes_lib.core.predict.card import card_named, cards_sold_with
 from recipes_lib.core.predict.flops import step_operations
 from recipes_lib.memory.optimizer_offload import host_bytes
 from recipes_lib.workflows.out_of_memory_doctor.message import GPUS, Message, read_message
@@ -251,7 +251,7 @@ def _card_and_memory(
         check_number(above=0, memory_bytes=memory_bytes)
         memory = memory_bytes
     if card is not None:
-        device = _card_named(card)
+        device = card_named(card)
     elif here.device == "cuda":
         import torch
 
@@ -265,22 +265,6 @@ def _card_and_memory(
 
 def _limit_of(card: Card) -> float:
     return FILLED * card.for_tensors - 2 * card.workspace
-
-
-def _card_named(name: str) -> Card:
-    size = name.upper().removesuffix("GB").strip()
-    if size.isdecimal():
-        sold = _cards_sold_with(int(size))
-        if sold:
-            return sold[0]
-    check_choice(CARDS, card=name)
-    return CARDS[name]
-
-
-def _cards_sold_with(size: float) -> list[Card]:
-    """The cards of so many GB, least memory first: PyTorch sees up to a tenth less."""
-    sold = [card for card in CARDS.values() if 0.9 * size <= card.memory_bytes / GIB <= size]
-    return sorted(sold, key=operator.attrgetter("memory_bytes"))
 
 
 def _what_it_stands_on(question: Question) -> list[str]:
@@ -338,7 +322,7 @@ def _findings_about(tried: Remedies, *, failed: bool, said: int | None) -> list[
         return findings
     first = tried.advised[0]
     findings.append(f"First that fits: {first.name}.")
-    for smaller in _cards_sold_with((said or 0) / GIB):
+    for smaller in cards_sold_with((said or 0) / GIB):
         if first.peak > _limit_of(smaller):
             seen = readable(smaller.memory_bytes)
             findings.append(f"Not on {smaller.name}, which is sold with as much and has {seen}.")

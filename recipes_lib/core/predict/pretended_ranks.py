@@ -64,7 +64,7 @@ def pretended_ranks(ranks: int, *, rank: int = 0) -> Iterator[None]:
 def buckets_without_data() -> Iterator[None]:
     """Inside, DistributedDataParallel takes tensors without data, which its C++ code would read."""
     patches = {
-        "Reducer": _Buckets,
+        "Reducer": _BucketsWithoutData,
         "Logger": mock.MagicMock(),
         "_verify_params_across_processes": mock.MagicMock(),
         "_broadcast_coalesced": mock.MagicMock(),
@@ -73,7 +73,7 @@ def buckets_without_data() -> Iterator[None]:
         yield
 
 
-class _Buckets:
+class _BucketsWithoutData:
     """What DistributedDataParallel's reducer keeps: buckets into which it copies each gradient.
 
     With `gradient_as_bucket_view` a gradient then is its part of a bucket. Otherwise both stay.
@@ -100,13 +100,13 @@ class _Buckets:
             parts = inside[0].new_empty(sum(sizes)).split(sizes)
             for parameter, part in zip(inside, parts, strict=True):
                 self._places[parameter] = part.view(parameter.shape)
-                parameter.register_post_accumulate_grad_hook(self._arrived)
+                parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
 
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         """The next backward averages its gradients."""
         self._still_to_come = len(self._places)
 
-    def _arrived(self, parameter: nn.Parameter) -> None:
+    def _gradient_arrived(self, parameter: nn.Parameter) -> None:
         if self._still_to_come == 0:
             return
         self._still_to_come -= 1
@@ -116,8 +116,8 @@ class _Buckets:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """All else that it does takes no memory."""
-        return _nothing
+        return _do_nothing
 
 
-def _nothing(*ignored: Any, **options: Any) -> None:
+def _do_nothing(*ignored: Any, **options: Any) -> None:
     pass

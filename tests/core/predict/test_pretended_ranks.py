@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes_lib.core.measure import PeakMemory, dry_run
 from recipes_lib.core.measure.timeline import record_timeline
 from recipes_lib.core.predict import predict
-from recipes_lib.core.predict.ranks import pretended_ranks
+from recipes_lib.core.predict.pretended_ranks import pretended_ranks
 from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.parallel.data_parallel import apply_data_parallel
