@@ -25,7 +25,7 @@ import torch
 from benchmarks import study
 from recipes_lib.compression.distillation import apply_distillation
 from recipes_lib.compression.student import block_influence, choose_blocks, make_student
-from recipes_lib.core.data.evaluation import row_losses
+from recipes_lib.core.data.losses_and_answers import row_losses
 from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer

@@ -33,7 +33,7 @@ import torch
 
 from benchmarks import study
 from recipes_lib.core.data import load_text
-from recipes_lib.core.data.evaluation import GREEDY, row_losses, text_windows
+from recipes_lib.core.data.losses_and_answers import GREEDY, row_losses, text_windows
 from recipes_lib.core.measure.provenance import runs_dir
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.core.model.bytes_of_tensors import weight_bytes

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.record import keep, write_whole
 from recipes_lib.core.data import collate, load_text
-from recipes_lib.core.data.evaluation import text_windows
+from recipes_lib.core.data.losses_and_answers import text_windows
 from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.provenance import provenance, runs_dir

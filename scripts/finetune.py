@@ -22,7 +22,7 @@ import torch
 from transformers import HfArgumentParser, PreTrainedTokenizerBase, get_cosine_schedule_with_warmup
 
 from recipes_lib.core.data import IGNORED, load_instructions, load_pairs
-from recipes_lib.core.data.evaluation import generate_answers
+from recipes_lib.core.data.losses_and_answers import generate_answers
 from recipes_lib.core.data.reminder_task import reminder_pairs
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.measure.machine import machine, seed_everything

@@ -21,7 +21,7 @@ import torch
 from transformers import HfArgumentParser, get_cosine_schedule_with_warmup
 
 from recipes_lib.core.data import collate, load_instructions
-from recipes_lib.core.data.evaluation import evaluate
+from recipes_lib.core.data.losses_and_answers import evaluate
 from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine, seed_everything

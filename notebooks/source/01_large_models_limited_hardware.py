@@ -933,7 +933,7 @@ ladder.chart()
 # The rows to choose from train on the same batches, adapters at ten times the learning rate. What counts is the loss on functions from modules that are not in the training texts.
 
 # %%
-from recipes_lib.core.data.evaluation import evaluate
+from recipes_lib.core.data.losses_and_answers import evaluate
 
 
 def held_out_loss(model):

@@ -580,7 +580,7 @@ add_row("int8 dynamic", dynamic)
 # Most formats round a token in the same way in every call, so a whole piece of text can go through the model at once. Dynamic int8 is the exception: all tokens of a call share one scale. It reads one token per call, as when it writes.
 
 # %%
-from recipes_lib.core.data.evaluation import decode_quality
+from recipes_lib.core.data.losses_and_answers import decode_quality
 
 exact = decode_quality(fresh(), documents)
 print(f"fp32          perplexity {exact.perplexity:.3f}, {exact.tokens} tokens")

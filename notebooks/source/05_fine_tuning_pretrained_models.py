@@ -478,7 +478,7 @@ import math
 from types import SimpleNamespace
 
 from recipes_lib.core.data.corpus import load_text
-from recipes_lib.core.data.evaluation import generate_answers, text_windows
+from recipes_lib.core.data.losses_and_answers import generate_answers, text_windows
 
 wanted = [pair["completion"] for pair in questions]
 changed = torch.tensor(changes_hour)

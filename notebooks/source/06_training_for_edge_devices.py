@@ -980,7 +980,7 @@ for layers in (6, 12, 30, 48):
 
 # %%
 from recipes_lib.core.data import load_text
-from recipes_lib.core.data.evaluation import evaluate, text_windows
+from recipes_lib.core.data.losses_and_answers import evaluate, text_windows
 
 windows = text_windows(
     tokenizer, text=load_text(split="validation"), windows=sizes.text_windows

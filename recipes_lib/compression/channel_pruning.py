@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_number
-from recipes_lib.core.data.evaluation import evaluating
+from recipes_lib.core.model.evaluating import evaluating
 
 MULTIPLE_OF = 8  # channels that stay: kernels compute whole vectors
 

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
+from recipes_lib.core.model.evaluating import evaluating
 
 Batches = Iterable[dict[str, Tensor]]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from recipes_lib.core.data.evaluation import evaluating
+from recipes_lib.core.model.evaluating import evaluating
 from recipes_lib.core.model.linears import refuse_quantized
 
 LARGEST_BATCH = 1024  # of a graph with `any_batch`

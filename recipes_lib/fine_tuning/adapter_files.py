@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.data.evaluation import evaluating
+from recipes_lib.core.model.evaluating import evaluating
 from recipes_lib.core.model.fingerprint import fingerprint
 from recipes_lib.core.model.loading import kept_in_fp32
 from recipes_lib.core.model.marks import ADDED_TOKENS, LEARNT_END

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from recipes_lib.core.data.evaluation import row_losses
+from recipes_lib.core.data.losses_and_answers import row_losses
 from recipes_lib.core.data.tokens_and_labels import Row
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -87,7 +87,7 @@ class RowLosses:
 
     @property
     def mean(self) -> float:
-        """Nats per target token, as `core.data.evaluation.evaluate` gives them."""
+        """Nats per target token, as `core.data.losses_and_answers.evaluate` gives them."""
         return (self.losses.sum() / self.targets.sum()).item()
 
     def interval(self, *, resamples: int = 2000, seed: int = 0) -> tuple[float, float]:

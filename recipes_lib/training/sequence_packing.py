@@ -42,8 +42,8 @@ from typing import Any
 import torch
 
 from recipes_lib.core.data import check_rows
-from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.data.tokens_and_labels import IGNORED, Row
+from recipes_lib.core.model.evaluating import evaluating
 from recipes_lib.core.model.loss import require_shifted_loss
 
 # --- the idea: what a learner can copy ------------------------------------------------------------

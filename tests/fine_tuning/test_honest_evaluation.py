@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes_lib.core.data.evaluation import evaluate
+from recipes_lib.core.data.losses_and_answers import evaluate
 from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.fine_tuning.honest_evaluation import (
     RowLosses,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes_lib.core.data.evaluation import decode_quality
+from recipes_lib.core.data.losses_and_answers import decode_quality
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.decoding import greedy
 from recipes_lib.core.model.linears import linear_layers, output_layer_name

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recipes_lib.core.data.evaluation import decode_quality
+from recipes_lib.core.data.losses_and_answers import decode_quality
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.precision import _converted_weights as converted_weights
 from recipes_lib.precision import sixteen_bit_weights

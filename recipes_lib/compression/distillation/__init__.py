@@ -50,10 +50,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes_lib.compression.distillation.loss_in_chunks import distillation_loss
-from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.data.tokens_and_labels import IGNORED
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm, without_adapters
 from recipes_lib.core.model.chunked_loss import divisor_of_mean, rows_with_a_target
+from recipes_lib.core.model.evaluating import evaluating
 from recipes_lib.core.model.marks import QUANTIZED_BY, marked
 from recipes_lib.core.model.mixins import mix_in
 from recipes_lib.core.model.output_layer import (

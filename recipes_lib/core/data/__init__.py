@@ -13,7 +13,7 @@ pairs  the whole way: of the library, a file, the hub or a list, as text and as 
 batching  rows as batches: checked, right-padded, one after the other
 
 corpus  Python's own standard library as text and as instruction pairs
-evaluation  losses, perplexity and answers on rows that were not trained on
+losses_and_answers  losses, perplexity and answers on rows that were not trained on
 images  5,000 handwritten digits, to train on and to test with
 reminder_task  a made task with a score: a sentence, and the reminder in it as JSON
 row_order  the rows that a step trains on, as a function of the step alone

@@ -79,14 +79,14 @@ def written(
     for form in forms:
         turns = [form(turn) for turn in messages]
         try:
-            return turns, _answers(tokenizer, messages, turns, tools, places)
+            return turns, _answers_in_text(tokenizer, messages, turns, tools, places)
         except ValueError as error:
             reasons.append(error)
     # What is left out says more than what Python said of a form that is not this template's.
     raise next((each for each in reasons if "leaves out" in str(each)), reasons[0])
 
 
-def _answers(
+def _answers_in_text(
     tokenizer: Any, given: Sequence[Turn], turns: list[Turn], tools: Any, places: Sequence[int]
 ) -> list[Answer]:
     """The answers of one form, of which each piece that is `given` was found in the text."""
@@ -95,11 +95,11 @@ def _answers(
         is_learnt = place in places
         if not is_learnt and not _has_forms(turn):
             continue
-        question, text = _borders(tokenizer, turns, tools, place)
+        question, text = _borders_of_answer(tokenizer, turns, tools, place)
         if is_learnt:
             _check_before(given[:place], question)
             found.append((question, text))
-        _check_turn(turn, text[len(question) :], place, thinking=is_learnt)
+        _check_turn_is_written(turn, text[len(question) :], place, thinking=is_learnt)
     if tools:
         _check_tools(tokenizer, turns, tools)
     return found
@@ -126,8 +126,8 @@ def render(
     import jinja2  # with which transformers runs templates
 
     if not getattr(tokenizer, "chat_template", None):
-        return _plain(tokenizer, messages)
-    turns = [_without(turn, "train") for turn in messages]
+        return _without_template(tokenizer, messages)
+    turns = [_without_field(turn, "train") for turn in messages]
     try:
         return tokenizer.apply_chat_template(
             turns, tools=tools, tokenize=False, add_generation_prompt=asks
@@ -137,7 +137,7 @@ def render(
         raise ValueError(f"the chat template refuses this conversation: {error}") from error
 
 
-def _without(turn: Turn, field: str) -> Turn:
+def _without_field(turn: Turn, field: str) -> Turn:
     return {name: value for name, value in turn.items() if name != field}
 
 
@@ -149,7 +149,7 @@ def _check_plain(messages: Sequence[Turn], tools: Any) -> None:
         raise ValueError(NO_TEMPLATE)
 
 
-def _plain(tokenizer: Any, messages: Sequence[Turn]) -> str:
+def _without_template(tokenizer: Any, messages: Sequence[Turn]) -> str:
     """A blank line behind a question, the tokenizer's end mark behind an answer."""
     end = tokenizer.eos_token or ""
     texts = []
@@ -161,7 +161,8 @@ def _plain(tokenizer: Any, messages: Sequence[Turn]) -> str:
 # --- the border between what is asked and what is learnt ------------------------------------------
 
 
-def _borders(tokenizer: Any, turns: Sequence[Turn], tools: Any, place: int) -> Answer:
+def _borders_of_answer(tokenizer: Any, turns: Sequence[Turn], tools: Any, place: int) -> Answer:
+    """The text up to where an answer begins, and up to where it ends."""
     turn = turns[place]
     # The template's line break after the end mark is not learnt: generation stops at the mark.
     text = render(tokenizer, turns[: place + 1], tools).rstrip("\n")
@@ -245,7 +246,7 @@ def _in_the_content(turn: Turn) -> Turn:
     if not turn.get("reasoning_content"):
         return turn
     content = f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content'] or ''}"
-    return _without(turn, "reasoning_content") | {"content": content}
+    return _without_field(turn, "reasoning_content") | {"content": content}
 
 
 def _with_empty_content(turn: Turn) -> Turn:
@@ -301,10 +302,11 @@ def _check_before(turns: Sequence[Turn], question: str) -> None:
     for number, turn in enumerate(turns):
         # Templates drop the thinking of earlier answers, which are learnt in rows of their own.
         pieces = pieces_of(turn, thinking=turn["role"] != "assistant")
-        begins = _check_order(question, pieces, number, begins)
+        begins = _check_pieces_in_order(question, pieces, number, begins)
 
 
-def _check_order(text: str, pieces: Sequence[str], number: int, begins: int = 0) -> int:
+def _check_pieces_in_order(text: str, pieces: Sequence[str], number: int, begins: int = 0) -> int:
+    """Raise ValueError unless the pieces of a turn stand in the text in their order."""
     for piece in pieces:
         found = text.find(piece, begins)
         if found < 0:
@@ -316,9 +318,10 @@ def _check_order(text: str, pieces: Sequence[str], number: int, begins: int = 0)
     return begins
 
 
-def _check_turn(turn: Turn, text: str, number: int, *, thinking: bool) -> None:
+def _check_turn_is_written(turn: Turn, text: str, number: int, *, thinking: bool) -> None:
+    """Raise ValueError for a piece or a call of a turn that the template loses or repeats."""
     pieces = pieces_of(turn, thinking=thinking)
-    _check_order(text, pieces, number)
+    _check_pieces_in_order(text, pieces, number)
     given = "\n".join(pieces) + _json(turn.get("tool_calls", []))
     for piece in pieces:
         if len(piece) >= NO_CHANCE and text.count(piece) > given.count(piece):
@@ -330,7 +333,7 @@ def _check_turn(turn: Turn, text: str, number: int, *, thinking: bool) -> None:
         function = call["function"]
         # What Python prints for an object is not what a tool reads.
         printed = isinstance(function["arguments"], dict) and str(function["arguments"]) in text
-        lost = [leaf for leaf in _leaves(function) if not _stands_in(leaf, text)]
+        lost = [leaf for leaf in _leaves_of_call(function) if not _stands_in(leaf, text)]
         if lost or (printed and function["arguments"]):
             raise ValueError(
                 f"the chat template leaves out a part of `tool_calls` of turn {number} (from 0), "
@@ -340,13 +343,13 @@ def _check_turn(turn: Turn, text: str, number: int, *, thinking: bool) -> None:
             )
 
 
-def _leaves(value: Any) -> list[Any]:
+def _leaves_of_call(value: Any) -> list[Any]:
     """The names and values of an object, without what holds them together."""
     if isinstance(value, dict):
         names = [name for name in value if name not in ("name", "arguments")]
-        return [*names, *(leaf for each in value.values() for leaf in _leaves(each))]
+        return [*names, *(leaf for each in value.values() for leaf in _leaves_of_call(each))]
     if isinstance(value, list):
-        return [leaf for each in value for leaf in _leaves(each)]
+        return [leaf for each in value for leaf in _leaves_of_call(each)]
     return [value]
 
 

@@ -71,19 +71,19 @@ def docstring_pairs(split: str) -> Iterator[dict[str, str]]:
     if split == "train":
         seen = {pair["prompt"] for pair in docstring_pairs("validation")}
     for start in range(0, len(paths), TOGETHER):
-        for pair in _pairs(tuple(paths[start : start + TOGETHER])):
+        for pair in _pairs_of_modules(tuple(paths[start : start + TOGETHER])):
             if pair["prompt"] not in seen:
                 seen.add(pair["prompt"])
                 yield dict(pair)
 
 
 @functools.lru_cache
-def _pairs(paths: tuple[Path, ...]) -> list[dict[str, str]]:
+def _pairs_of_modules(paths: tuple[Path, ...]) -> list[dict[str, str]]:
     """The pairs of some modules, shuffled."""
     collecting = gc.isenabled()
     gc.disable()  # syntax trees are millions of objects without a cycle: three times as fast
     try:
-        pairs = [pair for path in paths for pair in _pairs_of(path)]
+        pairs = [pair for path in paths for pair in _pairs_of_module(path)]
     finally:
         if collecting:
             gc.enable()
@@ -91,7 +91,8 @@ def _pairs(paths: tuple[Path, ...]) -> list[dict[str, str]]:
     return pairs
 
 
-def _pairs_of(path: Path) -> Iterator[dict[str, str]]:
+def _pairs_of_module(path: Path) -> Iterator[dict[str, str]]:
+    """The functions of one file with the first paragraphs of their docstrings."""
     source = path.read_text(encoding="utf-8", errors="replace")
     try:
         tree = ast.parse(source)

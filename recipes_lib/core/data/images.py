@@ -49,8 +49,8 @@ def handwritten_digits(*, train: int = 3000, test: int = 2000) -> tuple[Images, 
     images, labels = _all_digits()
     order = _stratified_order(labels)  # [5000]
     return (
-        _chosen(images, labels, order[test : test + train]),
-        _chosen(images, labels, order[:test]),
+        _chosen_images(images, labels, order[test : test + train]),
+        _chosen_images(images, labels, order[:test]),
     )
 
 
@@ -78,5 +78,5 @@ def _stratified_order(labels: Tensor) -> Tensor:
     return tens.gather(1, order_in_ten).flatten()
 
 
-def _chosen(images: Tensor, labels: Tensor, indices: Tensor) -> Images:
+def _chosen_images(images: Tensor, labels: Tensor, indices: Tensor) -> Images:
     return Images(images[indices], labels[indices])

@@ -199,6 +199,7 @@ def _history(value: Any) -> list[Turn]:
 
 
 def _with_system(turns: list[Turn], system: str) -> list[Turn]:
+    """The turns with the system prompt in front, if they do not begin with it."""
     if not system.strip():
         return turns
     if turns[0]["role"] != "system":

@@ -45,11 +45,11 @@ def reminder_pairs(*, split: str = "train", limit: int = 1000) -> list[dict[str,
     """
     draw = random.Random(f"reminders, {split}")
     copied, changed = times_of(split)
-    copied_answers = _answers(copied, split, draw)
-    changed_answers = _answers(changed, split, draw)
+    copied_answers = _every_reminder(copied, split, draw)
+    changed_answers = _every_reminder(changed, split, draw)
     pairs = []
     for both in zip(copied_answers, changed_answers):
-        pairs += [_pair(*answer, form=draw.choice(FORMS)) for answer in both]
+        pairs += [_reminder_pair(*answer, form=draw.choice(FORMS)) for answer in both]
     return pairs[:limit]
 
 
@@ -77,14 +77,16 @@ def _part_of(hours: Iterable[int], split: str) -> list[Time]:
     return [time for number, time in enumerate(times) if number % HELD_OUT]
 
 
-def _answers(times: list[Time], split: str, draw: random.Random) -> list[tuple[Time, str, str]]:
+def _every_reminder(
+    times: list[Time], split: str, draw: random.Random
+) -> list[tuple[Time, str, str]]:
     """Every time on every day with every thing to do, in a random order."""
     answers = list(itertools.product(times, DAYS, THINGS[split]))
     draw.shuffle(answers)
     return answers
 
 
-def _pair(time: Time, day: str, do: str, *, form: str) -> dict[str, str]:
+def _reminder_pair(time: Time, day: str, do: str, *, form: str) -> dict[str, str]:
     hour, minute = time
     sentence = form.format(do=do, day=day, time=spoken(hour, minute))
     answer = {"day": day[:3], "time": f"{hour:02}:{minute:02}", "do": do}

@@ -128,6 +128,7 @@ def _read_whole(path: Path) -> Iterator[PlacedRow]:
 
 
 def _read_table(path: Path) -> Iterator[PlacedRow]:
+    """Rows of a CSV or TSV file, each under the names of the first line."""
     text = _read_text(path)
     names = text.partition("\n")[0]
     separator = max(",\t;", key=names.count)  # what stands between the names

@@ -66,7 +66,7 @@ def tokenize_chat(
         marks[len(rows)] = written_behind(messages[place], text)
     for row, mark in zip(rows, marks.values(), strict=True):
         if not mark:
-            _end(tokenizer, row)
+            _end_mark_behind(tokenizer, row)
     if places[-1] + 1 < len(messages):  # turns behind what is learnt
         whole = render(tokenizer, turns, tools).rstrip("\n")
         if whole.startswith(done):
@@ -167,7 +167,7 @@ def _begun(tokenizer: Any, row: Row) -> Row:
     }
 
 
-def _end(tokenizer: Any, row: Row) -> None:
+def _end_mark_behind(tokenizer: Any, row: Row) -> None:
     """The tokenizer's end mark behind a row whose template writes none: a text must end."""
     end = tokenizer.eos_token_id
     if end is not None:

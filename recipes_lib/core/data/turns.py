@@ -61,7 +61,7 @@ def turns_of(value: Any) -> list[Turn]:
     found: list[Turn] = []
     for number, turn in enumerate(turns):
         try:
-            turn = _turn(turn)
+            turn = _turn_in_one_form(turn)
         except ValueError as error:
             raise ValueError(f"turn {number} (from 0) {error}") from error
         # Several calls at once, each in a turn: for a template they are one turn.
@@ -103,7 +103,8 @@ def is_nothing(value: Any) -> bool:
 # --- a turn ---------------------------------------------------------------------------------------
 
 
-def _turn(turn: Any) -> Turn:
+def _turn_in_one_form(turn: Any) -> Turn:
+    """A turn by the names of OpenAI. Raises ValueError for a field that would be lost."""
     if not isinstance(turn, dict):
         raise ValueError(f"is {shown(turn)}: give an object with `role` and `content`")
     given = {name: value for name, value in turn.items() if not is_nothing(value)}
@@ -113,46 +114,46 @@ def _turn(turn: Any) -> Turn:
                 f"has `{name}`, of which nothing is known here: take it out, or bring what it says "
                 f"into the content, or into `train`, `tool_calls` or `reasoning_content`"
             )
-    speaker = _first(given, ROLE_FIELDS)
+    speaker = _first_field(given, ROLE_FIELDS)
     if not isinstance(speaker, str):
         raise ValueError(f"has {sorted(map(str, turn))}: give the texts `role` and `content`")
     role = ROLES.get(speaker.lower(), speaker.lower())
     found: Turn = {"role": role, "content": None}
-    calls = _calls(given)
+    calls = _calls_of_turn(given)
     if role in CALLS:
         found["role"] = "assistant"
         found["continues"] = True
-        calls = _calls({"tool_calls": from_text(_first(given, CONTENT_FIELDS))})
+        calls = _calls_of_turn({"tool_calls": from_text(_first_field(given, CONTENT_FIELDS))})
     elif any(name in turn and turn[name] is not None for name in CONTENT_FIELDS):
-        found["content"] = _content(_first(turn, CONTENT_FIELDS), role)
+        found["content"] = _content_of_turn(_first_field(turn, CONTENT_FIELDS), role)
     elif not calls:
         raise ValueError(f"has {sorted(map(str, turn))}: give the texts `role` and `content`")
     if calls:
         found["tool_calls"] = calls
-    reasoning = _first(given, REASONING_FIELDS)
+    reasoning = _first_field(given, REASONING_FIELDS)
     if reasoning is not None:
-        found["reasoning_content"] = _text(reasoning, "reasoning_content")
+        found["reasoning_content"] = _text_or_refuse(reasoning, "reasoning_content")
     found |= {name: given[name] for name in PASSED_ON if name in given}
-    return found | _share(given, found["role"])
+    return found | _share_of_loss(given, found["role"])
 
 
-def _first(given: dict[str, Any], names: tuple[str, ...]) -> Any:
+def _first_field(given: dict[str, Any], names: tuple[str, ...]) -> Any:
     """The value of the first of `names` that is there."""
     return next((given[name] for name in names if given.get(name) is not None), None)
 
 
-def _text(value: Any, name: str) -> str:
+def _text_or_refuse(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"has the `{name}` {shown(value)}: give a text")
     return value
 
 
-def _content(value: Any, role: str) -> str:
+def _content_of_turn(value: Any, role: str) -> str:
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         return "".join(_text_of_part(part) for part in value)
     if role == "tool" and not isinstance(value, str):  # what a tool has returned, as an object
         return json.dumps(value, ensure_ascii=False)
-    return _text(value, "content")
+    return _text_or_refuse(value, "content")
 
 
 def _text_of_part(part: dict[str, Any]) -> str:
@@ -164,10 +165,10 @@ def _text_of_part(part: dict[str, Any]) -> str:
             f"has the part {shown(part)}, and only texts are trained here, as wholes: leave the "
             f"row out, or give its text alone"
         )
-    return _text(part.get("text", ""), "text")
+    return _text_or_refuse(part.get("text", ""), "text")
 
 
-def _share(given: dict[str, Any], role: str) -> dict[str, bool]:
+def _share_of_loss(given: dict[str, Any], role: str) -> dict[str, bool]:
     """`train`, where the turn says otherwise than its role."""
     for name in SHARE_FIELDS:
         if given.get(name, 1) not in (0, 1):
@@ -185,9 +186,9 @@ def _share(given: dict[str, Any], role: str) -> dict[str, bool]:
 # --- tools ----------------------------------------------------------------------------------------
 
 
-def _calls(given: dict[str, Any]) -> list[dict[str, Any]]:
+def _calls_of_turn(given: dict[str, Any]) -> list[dict[str, Any]]:
     """The calls of a turn as OpenAI writes them, the arguments as an object."""
-    calls = from_text(_first(given, CALL_FIELDS))
+    calls = from_text(_first_field(given, CALL_FIELDS))
     if calls is None:
         return []
     found = []

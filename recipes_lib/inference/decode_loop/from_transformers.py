@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.model.causal_lm import decoder_blocks, longest_text, trunk
+from recipes_lib.core.model.evaluating import evaluating
 from recipes_lib.inference.decode_loop.norms import HeadNorm, RootMeanSquareNorm
 
 # Kinds of rotary embeddings whose angles per position are the same for all lengths.

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.data.evaluation import evaluating
+from recipes_lib.core.model.evaluating import evaluating
 
 KEPT = 256  # tokens of the text, to compute errors with
 

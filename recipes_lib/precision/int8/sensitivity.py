@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recipes_lib.core.data.evaluation import document_rows, evaluating, next_token_logits
+from recipes_lib.core.data.losses_and_answers import document_rows, next_token_logits
+from recipes_lib.core.model.evaluating import evaluating
 from recipes_lib.core.model.linears import layers_to_quantize, linear_layers, replace_linears
 from recipes_lib.precision.int8 import int8_linear
 

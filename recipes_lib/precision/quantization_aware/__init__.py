@@ -46,8 +46,8 @@ import torch
 from torch import Tensor, nn
 
 from recipes_lib.core.checks import check_whole
-from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.model.causal_lm import is_causal_lm, without_adapters
+from recipes_lib.core.model.evaluating import evaluating
 from recipes_lib.core.model.integer_grid import check_bits, check_group_divides
 from recipes_lib.core.model.linears import refuse_quantized
 from recipes_lib.core.model.marks import QUANTIZED_BY, mark, unmark

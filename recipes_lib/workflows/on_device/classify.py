@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes_lib.architecture._convolutions import CONVOLUTIONS
-from recipes_lib.core.data.evaluation import evaluating
 from recipes_lib.core.data.images import Images
+from recipes_lib.core.model.evaluating import evaluating
 
 WEIGHT_DECAY = 5e-4
 PART_THAT_RISES = 0.25  # of the steps, for the learning rate

@@ -7,7 +7,7 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from recipes_lib.core.data.evaluation import (
+from recipes_lib.core.data.losses_and_answers import (
     decode_quality,
     evaluate,
     generate_answers,

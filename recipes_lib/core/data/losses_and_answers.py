@@ -13,7 +13,6 @@ Shapes: B rows, S sequence, K kept positions, V vocabulary, N rows of the data.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from recipes_lib.core.model.decoding import (
     require_decoder,
     token_row,
 )
+from recipes_lib.core.model.evaluating import evaluating
 from recipes_lib.core.model.loss import at_least_fp32, next_tokens
 
 # A model's own generation_config may sample, or penalize repetition, also that of the padding.
@@ -76,7 +76,7 @@ def row_losses(
         raise ValueError(f"rows {empty[:5]} have no target: leave them out")
 
     losses = torch.zeros(len(rows), dtype=torch.float64)
-    for indices in _by_length([row["input_ids"] for row in rows], batch_size):
+    for indices in _batches_by_length([row["input_ids"] for row in rows], batch_size):
         part = [rows[i] for i in indices]
         batch = collate(part, pad_token_id=pad_token_id, device=str(model.device))
         losses[indices] = _losses_of_batch(model, batch).double().cpu()
@@ -159,8 +159,8 @@ def generate_answers(
     if empty:
         raise ValueError(f"prompts {empty[:5]} are empty: give questions")
     answers = [""] * len(questions)
-    for indices in _by_length(questions, batch_size):
-        batch = _left_padded([questions[i] for i in indices], pad, model.device)
+    for indices in _batches_by_length(questions, batch_size):
+        batch = _padded_on_the_left([questions[i] for i in indices], pad, model.device)
         with evaluating(model):
             out = model.generate(**batch, **GREEDY, max_new_tokens=max_new_tokens, pad_token_id=pad)
         width = batch["input_ids"].shape[1]
@@ -178,7 +178,7 @@ def _question_of(tokenizer: Any, prompt: str | Row) -> list[int]:
     return row["input_ids"][: next(learnt, 0)]
 
 
-def _left_padded(questions: Sequence[list[int]], pad: int, device: torch.device) -> Batch:
+def _padded_on_the_left(questions: Sequence[list[int]], pad: int, device: torch.device) -> Batch:
     """Padding stands on the left: an answer continues its own question."""
     width = max(map(len, questions))
     ids = [[pad] * (width - len(question)) + question for question in questions]
@@ -193,20 +193,7 @@ def _left_padded(questions: Sequence[list[int]], pad: int, device: torch.device)
 # --- shared ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Without dropout and gradients; afterwards every module has the mode that it had."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _by_length(sequences: Sequence[list[int]], batch_size: int) -> list[list[int]]:
+def _batches_by_length(sequences: Sequence[list[int]], batch_size: int) -> list[list[int]]:
     """Indices in batches of similar length, the longest first: what does not fit fails at once."""
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
