@@ -47,7 +47,7 @@ class AllocatorPeak(Listener):
             use_kineto=True, profile_memory=True, experimental_config=named
         )
         self._alive = LiveBytes("cpu", listener=self)
-        self._changes: list[_Change] = []
+        self._changes: list[_ChangeOfBytes] = []
         self._inside = False
         self.before = 0
         self.current = 0
@@ -58,7 +58,7 @@ class AllocatorPeak(Listener):
     def changed(self, number: int, change: int) -> None:
         """A storage from before was released."""
         if self._inside:
-            self._changes.append(_Change(time.time_ns(), change))
+            self._changes.append(_ChangeOfBytes(time.time_ns(), change))
 
     # --- measuring ---
 
@@ -91,7 +91,7 @@ class AllocatorPeak(Listener):
         self._profile = None  # it holds every event of the step
 
 
-class _Change(NamedTuple):
+class _ChangeOfBytes(NamedTuple):
     """At `time`, in nanoseconds since 1970, the live bytes changed by `bytes`."""
 
     time: int
@@ -107,9 +107,9 @@ class _Allocation(NamedTuple):
     ends: int
 
 
-def _changes_in(profile: profiler.profile) -> Iterator[_Change]:
+def _changes_in(profile: profiler.profile) -> Iterator[_ChangeOfBytes]:
     """What was allocated inside, and released again, but for scratch memory."""
-    found = _allocations(profile.kineto_results.experimental_event_tree())
+    found = _allocations_in_profile(profile.kineto_results.experimental_event_tree())
     inside: dict[int, _Allocation] = {}  # by address, what is alive
     for each in sorted(found):
         if each.bytes > 0:
@@ -117,13 +117,14 @@ def _changes_in(profile: profiler.profile) -> Iterator[_Change]:
         elif each.address in inside:  # else it is from before, and watched there
             taken = inside.pop(each.address)
             if each.time >= taken.ends:
-                yield _Change(taken.time, taken.bytes)
-                yield _Change(each.time, each.bytes)
+                yield _ChangeOfBytes(taken.time, taken.bytes)
+                yield _ChangeOfBytes(each.time, each.bytes)
     for each in inside.values():
-        yield _Change(each.time, each.bytes)
+        yield _ChangeOfBytes(each.time, each.bytes)
 
 
-def _allocations(roots: Iterable[Any]) -> Iterator[_Allocation]:
+def _allocations_in_profile(roots: Iterable[Any]) -> Iterator[_Allocation]:
+    """All that PyTorch's profiler saw taken and released on the CPU."""
     waiting = [(root, 0) for root in roots]
     while waiting:
         event, ends = waiting.pop()

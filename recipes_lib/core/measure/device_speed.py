@@ -43,10 +43,11 @@ def measure_matrix_rates() -> dict[torch.dtype, float]:
     fp32 only: its 16-bit products are emulated.
     """
     dtypes = dict.fromkeys([torch.float32, machine().compute_dtype])
-    return {dtype: _matrix_rate(dtype) for dtype in dtypes}
+    return {dtype: _rate_of_products(dtype) for dtype in dtypes}
 
 
-def _matrix_rate(dtype: torch.dtype) -> float:
+def _rate_of_products(dtype: torch.dtype) -> float:
+    """Operations per second of a product of two square matrices in this dtype."""
     device = machine().device
     size = SQUARE_ON_GPU if device == "cuda" else SQUARE_ON_CPU
     left = torch.randn(size, size, device=device).to(dtype)  # [size, size]
@@ -57,7 +58,7 @@ def _matrix_rate(dtype: torch.dtype) -> float:
         torch.matmul(left, right, out=out)
 
     product()  # the first one sets up the library
-    return 2 * size**3 / _fastest(product)
+    return 2 * size**3 / _fastest_of_calls(product)
 
 
 def measure_read_bandwidth() -> float:
@@ -73,10 +74,10 @@ def measure_read_bandwidth() -> float:
     matrix = numbers.view(-1, VECTOR)
     vector = torch.ones(VECTOR, device=device)
     readings = (numbers.sum, numbers.amax, partial(torch.mv, matrix, vector))
-    return numbers.nbytes / min(_fastest(reading) for reading in readings)
+    return numbers.nbytes / min(_fastest_of_calls(reading) for reading in readings)
 
 
-def _fastest(call: Callable[[], Any]) -> float:
+def _fastest_of_calls(call: Callable[[], Any]) -> float:
     """Seconds of the fastest of several calls."""
     tries = []
     end = time.perf_counter() + SECONDS

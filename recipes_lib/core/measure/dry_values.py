@@ -57,16 +57,17 @@ class Values(TorchDispatchMode):
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operator on shapes, and on values where all of its inputs have some."""
         kwargs = kwargs or {}
         if active_fake_mode() is None:  # lifted for a moment, as by a mesh that looks for its ranks
             args, kwargs = tree_map_only(FakeTensor, _known_or_itself, (args, kwargs))
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
-            return self._read(args[0])
+            return self._number_in(args[0])
         if func in NEW_TENSORS:
-            return self._new(func, *args)
+            return self._tensor_of_numbers(func, *args)
         leaves, form = tree_flatten((args, kwargs))
-        leaves = [self._twin(leaf) for leaf in leaves]
+        leaves = [self._twin_of(leaf) for leaf in leaves]
         known = self._known_inputs(func, leaves)
         if known is not None and func is aten.equal.default:
             return _for_real(func, known, form)
@@ -74,33 +75,33 @@ class Values(TorchDispatchMode):
             return True
         if known is not None and torch.Tag.dynamic_output_shape in func.tags:
             # How long the result is depends on values, so it has to be computed first.
-            out = tree_map_only(torch.Tensor, self._fake, _for_real(func, known, form))
+            out = tree_map_only(torch.Tensor, self._fake_of, _for_real(func, known, form))
         else:
             args, kwargs = tree_unflatten(leaves, form)
             out = func(*args, **kwargs)
-            self._follow(func, leaves, known, form, out)
+            self._give_values_to_outputs(func, leaves, known, form, out)
         if self.of_the_host:
             _let_others_have(out, leaves)
         return out
 
-    def _new(self, func: Any, real: torch.Tensor) -> torch.Tensor:
+    def _tensor_of_numbers(self, func: Any, real: torch.Tensor) -> torch.Tensor:
         """What `torch.tensor([…])` makes of its numbers. Unlike a twin it is counted."""
         fake = func(real)
         if type(real) is torch.Tensor and _of_whole_numbers(real):
             fake.known = real
         return fake
 
-    def _twin(self, leaf: Any) -> Any:
+    def _twin_of(self, leaf: Any) -> Any:
         """A fake tensor in the place of a real one, which others hold: it is not counted."""
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.device.type == "meta":
             return leaf
         if id(leaf) not in self._twins:
-            twin = self._fake(leaf)
+            twin = self._fake_of(leaf)
             twin.untyped_storage().of_others = True
             self._twins[id(leaf)] = (leaf, twin)
         return self._twins[id(leaf)][1]
 
-    def _fake(self, real: torch.Tensor) -> torch.Tensor:
+    def _fake_of(self, real: torch.Tensor) -> torch.Tensor:
         twin = active_fake_mode().from_tensor(real)
         if _of_whole_numbers(real):
             twin.known = real
@@ -119,7 +120,7 @@ class Values(TorchDispatchMode):
             known.append(leaf)
         return known if found else None
 
-    def _follow(
+    def _give_values_to_outputs(
         self, func: Any, leaves: list[Any], known: list[Any] | None, form: Any, out: Any
     ) -> None:
         """Give the outputs their values, or take those of a tensor that was written to."""
@@ -134,7 +135,7 @@ class Values(TorchDispatchMode):
             for each in written_to(func, leaves, form):
                 each.known = None
 
-    def _read(self, tensor: torch.Tensor) -> bool | int | float:
+    def _number_in(self, tensor: torch.Tensor) -> bool | int | float:
         """The number in a tensor of one element."""
         known = values_of(tensor)
         if known is not None:
@@ -181,13 +182,13 @@ def written_to(func: Any, leaves: list[Any], form: Any) -> Iterable[torch.Tensor
 
 def _let_others_have(out: Any, inputs: list[Any]) -> None:
     """Mark what an operator has made, and not what it was given, as storages that do not count."""
-    given = {_storage(leaf)._cdata for leaf in inputs if isinstance(leaf, torch.Tensor)}
+    given = {_storage_of(leaf)._cdata for leaf in inputs if isinstance(leaf, torch.Tensor)}
     for leaf in tree_leaves(out):
-        if isinstance(leaf, torch.Tensor) and _storage(leaf)._cdata not in given:
-            _storage(leaf).of_others = True
+        if isinstance(leaf, torch.Tensor) and _storage_of(leaf)._cdata not in given:
+            _storage_of(leaf).of_others = True
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 

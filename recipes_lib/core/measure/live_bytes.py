@@ -53,7 +53,7 @@ class Listener:
 
 
 @dataclass
-class _Storage:
+class _LiveStorage:
     """A live storage: a number that no later one gets, its bytes, what waits for its end, and the
     node of backward that made it."""
 
@@ -79,7 +79,7 @@ class LiveBytes(TorchDispatchMode):
         self._device_type = device_type if self._fake_mode is None else "meta"
         self._limit = limit_bytes
         self._listener = Listener() if listener is None else listener
-        self._storages: dict[int, _Storage] = {}
+        self._storages: dict[int, _LiveStorage] = {}
         self._numbers = 0
         self._resizing: Any = None  # the patch, while inside
         self.current = 0
@@ -119,6 +119,7 @@ class LiveBytes(TorchDispatchMode):
             storage.finalizer.detach()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operator, and enter the storages that it returns."""
         is_sum = func is aten.add.Tensor and self._are_gradients(*args)
         if is_sum and _holders(*args) == _held_by_autograd():
             func = aten.add_.Tensor
@@ -180,9 +181,9 @@ class LiveBytes(TorchDispatchMode):
         size = storage.nbytes()
         known = self._storages.get(key)
         if known is None:
-            known = self._enter(key, storage)
+            known = self._enter_storage(key, storage)
         if known.size != size:  # new, or resized in place
-            self._change(known, size - known.size)
+            self._change_bytes(known, size - known.size)
         return known.number
 
     def _resized(self) -> Callable[[torch.UntypedStorage, int], torch.UntypedStorage]:
@@ -193,27 +194,27 @@ class LiveBytes(TorchDispatchMode):
             resize(storage, size)
             known = self._storages.get(storage._cdata)
             if known is not None and known.size != size:
-                self._change(known, size - known.size)
+                self._change_bytes(known, size - known.size)
                 self.peak = max(self.peak, self.current)
             return storage
 
         return resize_
 
-    def _enter(self, key: int, storage: torch.UntypedStorage) -> _Storage:
+    def _enter_storage(self, key: int, storage: torch.UntypedStorage) -> _LiveStorage:
         # PyTorch keeps the Python object of a storage alive exactly as long as the storage itself.
-        finalizer = weakref.finalize(storage, self._forget, key)
+        finalizer = weakref.finalize(storage, self._forget_storage, key)
         finalizer.atexit = False
         self._numbers += 1
-        self._storages[key] = _Storage(
+        self._storages[key] = _LiveStorage(
             number=self._numbers, size=0, finalizer=finalizer, made_by=_node_at_work()
         )
         return self._storages[key]
 
-    def _forget(self, key: int) -> None:
+    def _forget_storage(self, key: int) -> None:
         storage = self._storages.pop(key)
-        self._change(storage, -storage.size)
+        self._change_bytes(storage, -storage.size)
 
-    def _change(self, storage: _Storage, change: int) -> None:
+    def _change_bytes(self, storage: _LiveStorage, change: int) -> None:
         storage.size += change
         self.current += change
         self._listener.changed(storage.number, change)

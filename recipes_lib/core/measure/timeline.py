@@ -143,7 +143,7 @@ def record_timeline(
     return recorder.timeline()
 
 
-class _Sample(NamedTuple):
+class _SampleOfBytes(NamedTuple):
     """What is noted after an operator. The kinds are added up at the end, when all are known."""
 
     operator: int
@@ -166,7 +166,7 @@ class TimelineRecorder(Listener):
         self.account = LiveBytes(machine().device, limit_bytes=limit_bytes, listener=self)
         self._kinds: dict[int, str] = {}  # of each storage, by its number in the account
         self._changes: list[tuple[int, int]] = []  # (number of the storage, change of its bytes)
-        self._samples: list[_Sample] = []
+        self._samples: list[_SampleOfBytes] = []
         self._operators = 0
         self._phase = "forward"
         self._stepping = False
@@ -198,7 +198,7 @@ class TimelineRecorder(Listener):
     def _sample(self) -> None:
         # The changes are all that is noted. The account's bytes might be those of another moment:
         # the garbage collector, or another thread, can free a storage between any two lines.
-        sample = _Sample(self._operators, self._phase, len(self._changes))
+        sample = _SampleOfBytes(self._operators, self._phase, len(self._changes))
         if self._samples:
             last = self._samples[-1]
             if last.changes == sample.changes and last.phase == sample.phase:
@@ -237,20 +237,20 @@ class TimelineRecorder(Listener):
         if self._optimizer is not None:
             optimizer = self._optimizer()
         if optimizer is not None:
-            self._label(state_tensors(optimizer), "states")
+            self._label_storage(state_tensors(optimizer), "states")
 
     def _label_model(self, model: torch.nn.Module) -> None:
-        self._label([*model.parameters(), *model.buffers()], "weights")
+        self._label_storage([*model.parameters(), *model.buffers()], "weights")
         for parameter in model.parameters():
-            self._label(quantization_tensors(parameter), "weights")
+            self._label_storage(quantization_tensors(parameter), "weights")
         self._label_gradients(model)
 
     def _label_gradients(self, model: torch.nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
-                self._label([parameter.grad], "gradients")
+                self._label_storage([parameter.grad], "gradients")
 
-    def _label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+    def _label_storage(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         for tensor in tensors:
             for part in plain_tensors(tensor):
                 number = self.account.see(part)
@@ -259,7 +259,7 @@ class TimelineRecorder(Listener):
 
     def _label_gradient(self, parameter: torch.Tensor) -> None:
         """Label it when it is complete, before anybody else uses and frees it."""
-        self._label([parameter.grad], "gradients")
+        self._label_storage([parameter.grad], "gradients")
 
     def _step_begins(self, *_: Any) -> None:
         self._stepping = True
