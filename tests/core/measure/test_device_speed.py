@@ -19,7 +19,7 @@ def test_sixteen_bits_only_where_they_are_native(native, dtypes, monkeypatch):
     monkeypatch.setattr(device_speed, "machine", lambda: here)
     monkeypatch.setattr(device_speed, "SQUARE_ON_CPU", 32)
     monkeypatch.setattr(device_speed, "SECONDS", 0.0)
-    assert list(device_speed.measure_rate_of_productss()) == dtypes
+    assert list(device_speed.measure_matrix_rates()) == dtypes
 
 
 def test_operations_and_bytes_over_the_seconds_of_the_fastest_try(monkeypatch):
@@ -38,6 +38,6 @@ def test_operations_and_bytes_over_the_seconds_of_the_fastest_try(monkeypatch):
 def test_on_gpu_sixteen_bits_are_faster(monkeypatch):
     """The clock has to wait for the device; in fp16 on a T4, which has no bf16."""
     monkeypatch.setattr(device_speed, "SQUARE_ON_GPU", 4096)
-    found = device_speed.measure_rate_of_productss()
+    found = device_speed.measure_matrix_rates()
     assert list(found) == [torch.float32, machine().compute_dtype]
     assert 1e11 < 2 * found[torch.float32] < found[machine().compute_dtype] < 1e16
