@@ -79,7 +79,7 @@ class Allocator(Listener):
         for free in self._free.values():
             for block in list(free):
                 if block.before is None and block.after is None:
-                    self._take_out(block)
+                    self._take_out_block(block)
                     self.reserved -= block.size
 
     # --- what the account tells ---
@@ -87,20 +87,20 @@ class Allocator(Listener):
     def changed(self, number: int, change: int) -> None:
         """A storage was made, resized or freed."""
         if number in self._of:
-            self._give_back(self._of.pop(number))
+            self._give_block_back(self._of.pop(number))
         if change > 0:
-            self._of[number] = self._take(change)
+            self._of[number] = self._take_block(change)
 
     # --- blocks ---
 
-    def _take(self, size: int) -> Block:
+    def _take_block(self, size: int) -> Block:
         size = max(ROUNDED, -(-size // ROUNDED) * ROUNDED)
         small = size <= SMALL
         block = self._best_fit(size, small)
         if block is None:
-            block = Block(_segment(size, small), small, next(self._numbers))
-            self._reserve(block.size)
-        self._split(block, size)
+            block = Block(_segment_bytes(size, small), small, next(self._numbers))
+            self._reserve_segment(block.size)
+        self._split_block(block, size)
         block.free = False
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -111,7 +111,8 @@ class Allocator(Listener):
         at = bisect.bisect_left(free, (size, -1), key=lambda block: block.place)
         return free.pop(at) if at < len(free) else None
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split_block(self, block: Block, size: int) -> None:
+        """Cut a block, if what is left of it may be used for another tensor."""
         rest = block.size - size
         worth_it = rest >= ROUNDED if block.small else rest > SMALL
         if not worth_it:
@@ -121,43 +122,44 @@ class Allocator(Listener):
             block.after.before = other
         block.after = other
         block.size = size
-        self._put(other)
+        self._put_block(other)
 
-    def _give_back(self, block: Block) -> None:
+    def _give_block_back(self, block: Block) -> None:
         self.allocated -= block.size
         block.free = True
         if block.after is not None and block.after.free:
-            self._take_out(block.after)
-            self._join(block, block.after)
+            self._take_out_block(block.after)
+            self._join_blocks(block, block.after)
         if block.before is not None and block.before.free:
             first = block.before
-            self._take_out(first)
-            self._join(first, block)
+            self._take_out_block(first)
+            self._join_blocks(first, block)
             block = first
-        self._put(block)
+        self._put_block(block)
 
-    def _join(self, first: Block, second: Block) -> None:
+    def _join_blocks(self, first: Block, second: Block) -> None:
         """Both are one block from now on, which is called `first`."""
         first.size += second.size
         first.after = second.after
         if second.after is not None:
             second.after.before = first
 
-    def _put(self, block: Block) -> None:
+    def _put_block(self, block: Block) -> None:
         bisect.insort(self._free[block.small], block, key=lambda each: each.place)
 
-    def _take_out(self, block: Block) -> None:
+    def _take_out_block(self, block: Block) -> None:
         free = self._free[block.small]
         free.pop(bisect.bisect_left(free, block.place, key=lambda each: each.place))
 
-    def _reserve(self, size: int) -> None:
+    def _reserve_segment(self, size: int) -> None:
+        """Ask the driver for a segment. Raises torch.OutOfMemoryError where there is no room."""
         if self._limit is not None and self.reserved + size > self._limit:
             self.empty_cache()  # PyTorch does so before it gives up
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
 
-def _segment(size: int, small: bool) -> int:
+def _segment_bytes(size: int, small: bool) -> int:
     """Bytes that are asked of the driver for a block of this size."""
     if small:
         return SMALL_SEGMENT

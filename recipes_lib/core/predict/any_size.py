@@ -80,13 +80,13 @@ def any_size(
     Raises ValueError where steps of two depths have other phases.
     """
     if key is None:
-        return _computed(build_of, layers, card, ranks)
-    path = _kept_at([key, card and card.capability, ranks, layers])
+        return _from_dry_steps(build_of, layers, card, ranks)
+    path = _file_of_result([key, card and card.capability, ranks, layers])
     if path.exists():
         kept = json.loads(path.read_text())
         few, more = (torch.tensor(kept[name], dtype=torch.float64) for name in ("few", "more"))
         return AnySize(layers, few, more)
-    found = _computed(build_of, layers, card, ranks)
+    found = _from_dry_steps(build_of, layers, card, ranks)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"few": found.few.long().tolist(), "more": found.more.long().tolist()}
     scratch = path.with_suffix(f".{os.getpid()}")
@@ -95,9 +95,10 @@ def any_size(
     return found
 
 
-def _computed(
+def _from_dry_steps(
     build_of: Callable[..., Build], layers: tuple[int, int], card: Card | None, ranks: int
 ) -> AnySize:
+    """Both depths, after a third one has shown that the bytes are affine in the blocks."""
     few, more = layers
     depths = []
     with out_of_the_collectors_sight():  # once for all steps, each of which would look again
@@ -121,11 +122,11 @@ def _computed(
 
 def _phases_of(timeline: Timeline) -> list[torch.Tensor]:
     """The phases of a step, as bytes [operators, kinds]."""
-    table = _by_operator(timeline)
+    table = _bytes_by_operator(timeline)
     return [table[begin : end + 1] for _, begin, end in timeline.phases()]
 
 
-def _by_operator(timeline: Timeline) -> torch.Tensor:
+def _bytes_by_operator(timeline: Timeline) -> torch.Tensor:
     """Bytes of each kind after each operator [operators, kinds]; nothing changes between points."""
     numbers = torch.tensor([point.operator for point in timeline.points])
     values = torch.tensor([tuple(point.bytes.values()) for point in timeline.points])  # as KINDS
@@ -136,9 +137,9 @@ def _by_operator(timeline: Timeline) -> torch.Tensor:
 # --- kept on disk ---------------------------------------------------------------------------------
 
 
-def _kept_at(key: Any) -> Path:
+def _file_of_result(key: Any) -> Path:
     """The file of a result: another one for other code, libraries, configurations and recipes."""
-    parts = [json.dumps(key, sort_keys=True, default=str), _code()]
+    parts = [json.dumps(key, sort_keys=True, default=str), _digest_of_code()]
     parts += [metadata.version(name) for name in ("torch", "transformers", "peft")]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -146,7 +147,7 @@ def _kept_at(key: Any) -> Path:
 
 
 @functools.cache
-def _code() -> str:
+def _digest_of_code() -> str:
     """A digest of this package's sources."""
     package = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()

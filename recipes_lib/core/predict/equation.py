@@ -102,7 +102,7 @@ class StepBytes:
 
 def plain_step(model: Any, *, rows: int, length: int) -> StepBytes:
     """Forward, backward and AdamW, all in the dtype of `model`, which may be on "meta"."""
-    sizes = _sizes_of(model, rows, length)
+    sizes = _sizes_of_step(model, rows, length)
     weights = sum(tensor_bytes(parameter) for parameter in model.parameters())
     return StepBytes(
         weights=weights,
@@ -116,7 +116,8 @@ def plain_step(model: Any, *, rows: int, length: int) -> StepBytes:
     )
 
 
-def _sizes_of(model: Any, rows: int, length: int) -> Sizes:
+def _sizes_of_step(model: Any, rows: int, length: int) -> Sizes:
+    """The sizes that a configuration and a batch say."""
     config = model.config.get_text_config()
     queries, keys, feed_forward = projection_widths(config)
     visited = getattr(config, "num_experts_per_tok", None)
@@ -154,18 +155,18 @@ def _activations(sizes: Sizes) -> int:
 
     Tiles of an MLP are made again.
     """
-    block = _attention(sizes)
+    block = _saved_by_attention(sizes)
     if sizes.tile == sizes.tokens:
         block += _mlp(sizes)
-    return sizes.blocks * block + _norm(sizes) + sizes.angles
+    return sizes.blocks * block + _saved_by_norm(sizes) + sizes.angles
 
 
-def _attention(sizes: Sizes) -> int:
+def _saved_by_attention(sizes: Sizes) -> int:
     """Q, K, V and what comes out, and both norms of the block."""
     of_token = (2 * sizes.queries + 2 * sizes.keys) * sizes.element
     of_token += sizes.normed * (FP32 + sizes.element)  # as they are in fp32, and normalised
     of_token += (sizes.hidden + sizes.queries) * _copied(sizes)
-    return sizes.tokens * of_token + 2 * _norm(sizes)
+    return sizes.tokens * of_token + 2 * _saved_by_norm(sizes)
 
 
 def _mlp(sizes: Sizes) -> int:
@@ -180,7 +181,7 @@ def _copied(sizes: Sizes) -> int:
     return FP32 if sizes.frozen and sizes.element < FP32 else 0
 
 
-def _norm(sizes: Sizes) -> int:
+def _saved_by_norm(sizes: Sizes) -> int:
     """RMSNorm: its input in fp32, that normalised if it trains, and what comes out."""
     if sizes.norms_in_tiles:
         return 2 * sizes.inputs  # what goes in and out
@@ -242,7 +243,7 @@ def with_checkpointing(step: StepBytes, *, group: int = 1) -> StepBytes:
         # The gradient of the input grows beside that of the output: with all of one tile, or when
         # the parts of all tiles are put together.
         inside_mlp = sizes.inputs + max(inside_mlp, sizes.inputs)
-    again = _attention(sizes) + ways * sizes.inputs + inside_mlp
+    again = _saved_by_attention(sizes) + ways * sizes.inputs + inside_mlp
     if sizes.element == FP32:  # the first norm reads the input itself, and no copy in fp32
         again -= sizes.inputs
     if not sizes.frozen:
@@ -250,7 +251,7 @@ def with_checkpointing(step: StepBytes, *, group: int = 1) -> StepBytes:
     groups = parts_needed(sizes.blocks, group)
     # In a block: the inputs of all groups up to its own, and of the blocks of its own up to it.
     inputs = max(block // group + 1 + block % group for block in range(sizes.blocks))
-    last_norm = _norm(sizes)  # it is free before a block is made again
+    last_norm = _saved_by_norm(sizes)  # it is free before a block is made again
     return replace(
         step,
         activations=groups * sizes.inputs + sizes.angles + last_norm,
