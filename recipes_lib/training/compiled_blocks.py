@@ -49,7 +49,7 @@ from recipes_lib.core.model.bytes_of_tensors import quantization_tensors
 from recipes_lib.core.model.caches_of_checkpointed_blocks import caches_among
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
 from recipes_lib.core.model.compiling import require_compiler
-from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, COMPILED, any_marked, mark, unmark
+from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, any_marked
 from recipes_lib.core.model.mixins import mix_in, require_forward_of_class, unmixed_class
 
 BACKEND = "inductor"  # PyTorch's own, which writes the kernels
@@ -91,9 +91,8 @@ def apply_compiled_blocks(model: Any, *, dynamic: bool | None = None) -> Any:
     require_compiler(next(blocks[0].parameters()).device)
     divided: dict[Any, Callable[..., Any]] = {}
     for block in blocks:
-        compiled_forward = _compile_once(type(block), dynamic)
-        mix_in(block, Compiled, compiled_forward=compiled_forward, divided=divided)
-        mark(block, COMPILED)
+        forward = _compile_once(type(block), dynamic)
+        mix_in(block, Compiled, compiled=True, compiled_forward=forward, divided=divided)
     return model
 
 
@@ -147,11 +146,9 @@ def _compile_once(block_class: type, dynamic: bool | None) -> Callable[..., Any]
 class Compiled:
     """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
 
+    compiled: bool  # a mark, which the measuring of memory reads
     compiled_forward: Callable[..., Any]
     divided: dict[Any, Callable[..., Any]]  # what dry runs of this model have traced, by shape
-
-    def taken_out(self) -> None:
-        unmark(self, COMPILED)
 
     def forward(self, hidden_states: torch.Tensor, *others: Any, **options: Any) -> Any:
         """As ever, on [B, S, D]; `others` is what the family of the model gives by position."""
