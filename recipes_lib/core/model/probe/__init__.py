@@ -102,9 +102,7 @@ def proves(
             if not check or not can_be_probed(model):
                 with undone_on_error(model, apply.__name__):
                     return apply(model, *args, **options)
-            limits = Limits(promise, bound, loss_bound)
-            if callable(promise):
-                limits = promise(**options)
+            limits = promise(**options) if callable(promise) else Limits(promise, bound, loss_bound)
             prove = functools.partial(Proof, model, apply, args, limits, kernel)
             if tried_with is None:
                 return prove(options.get(autocast)).of(options)
