@@ -149,27 +149,28 @@ def _attention_that_card_chooses(capability: tuple[int, int]) -> Callable[..., t
     ) -> torch.Tensor:
         """By FlashAttention, by memory-efficient attention, or with all scores."""
         q, k, v = (_as_autocast_gives_it(each) for each in (query, key, value))
-        options = {"scale": scale}
-        half = q.dtype in (torch.float16, torch.bfloat16)
-        head = q.shape[-1]
-        if half and attn_mask is None and capability >= (8, 0) and head <= WIDEST_FLASH_HEAD:
-            if scale is None:
-                options["scale"] = head**-0.5
-            missing = -head % FLASH_ALIGNED
-            if missing:
-                q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))
-            kernel = aten._scaled_dot_product_flash_attention
-            out = kernel(q, k, v, dropout_p, is_causal, False, **options)[0]
-            return out[..., :head] if missing else out
-        if enable_gqa:
-            times = q.shape[1] // k.shape[1]
-            k, v = (each.repeat_interleave(times, 1) for each in (k, v))
-            kernel = aten._scaled_dot_product_attention_math
-            return kernel(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]
-        mask = _additive(attn_mask, q, k)
-        trains = q.requires_grad or k.requires_grad
-        kernel = aten._scaled_dot_product_efficient_attention
-        return kernel(q, k, v, mask, trains, dropout_p, is_causal, **options)[0]
+        with torch.autocast("cpu", enabled=False):  # no kernel casts by itself
+            options = {"scale": scale}
+            half = q.dtype in (torch.float16, torch.bfloat16)
+            head = q.shape[-1]
+            if half and attn_mask is None and capability >= (8, 0) and head <= WIDEST_FLASH_HEAD:
+                if scale is None:
+                    options["scale"] = head**-0.5
+                missing = -head % FLASH_ALIGNED
+                if missing:
+                    q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))
+                kernel = aten._scaled_dot_product_flash_attention
+                out = kernel(q, k, v, dropout_p, is_causal, False, **options)[0]
+                return out[..., :head] if missing else out
+            if enable_gqa:
+                times = q.shape[1] // k.shape[1]
+                k, v = (each.repeat_interleave(times, 1) for each in (k, v))
+                kernel = aten._scaled_dot_product_attention_math
+                return kernel(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]
+            mask = _additive(attn_mask, q, k)
+            trains = q.requires_grad or k.requires_grad
+            kernel = aten._scaled_dot_product_efficient_attention
+            return kernel(q, k, v, mask, trains, dropout_p, is_causal, **options)[0]
 
     return scaled_dot_product_attention
 
