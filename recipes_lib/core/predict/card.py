@@ -149,7 +149,7 @@ def _attention_that_card_chooses(capability: tuple[int, int]) -> Callable[..., t
     ) -> torch.Tensor:
         """By FlashAttention, by memory-efficient attention, or with all scores."""
         q, k, v = (_as_autocast_gives_it(each) for each in (query, key, value))
-        with torch.autocast("cpu", enabled=False):  # no kernel casts by itself
+        with torch.autocast("cpu", enabled=False):  # the inputs are cast, and nothing inside
             options = {"scale": scale}
             half = q.dtype in (torch.float16, torch.bfloat16)
             head = q.shape[-1]
@@ -163,10 +163,9 @@ def _attention_that_card_chooses(capability: tuple[int, int]) -> Callable[..., t
                 out = kernel(q, k, v, dropout_p, is_causal, False, **options)[0]
                 return out[..., :head] if missing else out
             if enable_gqa:
-                times = q.shape[1] // k.shape[1]
-                k, v = (each.repeat_interleave(times, 1) for each in (k, v))
-                kernel = aten._scaled_dot_product_attention_math
-                return kernel(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]
+                if is_causal:
+                    attn_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+                return _with_all_scores(q, k, v, _additive(attn_mask, q, k), dropout_p, scale)
             mask = _additive(attn_mask, q, k)
             trains = q.requires_grad or k.requires_grad
             kernel = aten._scaled_dot_product_efficient_attention
@@ -175,8 +174,33 @@ def _attention_that_card_chooses(capability: tuple[int, int]) -> Callable[..., t
     return scaled_dot_product_attention
 
 
+def _with_all_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """`aten._scaled_dot_product_attention_math`, line by line, in fp32.
+
+    The operator itself adds the mask out of place in a dry run, and on a GPU in place.
+    """
+    root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    scaled = q.float() * root
+    times = q.shape[1] // k.shape[1]
+    k, v = (each.float().repeat_interleave(times, 1) for each in (k, v))
+    scores = scaled @ (k.transpose(-2, -1) * root)  # [B, H, S, T]
+    if mask is not None:
+        scores.add_(mask)
+    scores = torch._safe_softmax(scores, -1)
+    if dropout_p:
+        scores = F.dropout(scores, dropout_p)
+    return (scores @ v).to(q.dtype)
+
+
 def _additive(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """The mask as the memory-efficient kernel takes it: numbers, for each head [B, H, S, T]."""
+    """The mask as numbers that are added to the scores, for each head [B, H, S, T]."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:

@@ -18,6 +18,7 @@ from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.memory.optimizer_offload import offload_optimizer
 
 REFERENCE = {
+    ("8.9", ""): (939_285_664, 943_114_752, 1_277_165_568),
     ("9.0", "checkpointed"): (973_170_080, 980_163_584, 1_277_165_568),
     ("9.0", "bf16, in backward, checkpointed"): (628_696_864, 631_939_584, 742_391_808),
     ("9.0", "offload"): (649_574_920, 651_807_232, 981_467_136),
@@ -26,7 +27,7 @@ REFERENCE = {
     ("7.5", "bf16"): (646_275_872, 653_909_504, 752_877_568),
 }
 # By how much a prediction may differ, as shares.
-ALLOCATED = {("7.5", "bf16"): 0.006}
+ALLOCATED = 0.005
 RESERVED = 0.18  # which holes are left hangs on the order of every single request
 
 
@@ -67,7 +68,7 @@ def test_bytes_are_those_of_pytorchs_allocator(case):
     predicted = predict(build_of(stack), card=card)
     with_workspaces = predicted.peak + 2 * card.workspace
     assert with_workspaces == pytest.approx(requested, rel=1e-9)
-    assert predicted.allocated == pytest.approx(allocated, rel=ALLOCATED.get(case, 0.005))
+    assert predicted.allocated == pytest.approx(allocated, rel=ALLOCATED)
     assert predicted.reserved == pytest.approx(reserved, rel=RESERVED)
     if case == ("9.0", "checkpointed"):
         assert predicted.reserved == reserved
