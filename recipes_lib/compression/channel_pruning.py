@@ -152,6 +152,7 @@ def inner_channels(model: Any) -> dict[str, Inner]:
 
 @torch.no_grad()
 def _keep_output_channels(layer: Any, kept: Tensor) -> None:
+    """Leave these output channels to a convolution and to its norm."""
     convolution = layer.convolution
     depthwise = convolution.groups > 1
     convolution.weight = _part_of_weight(convolution.weight, kept, dim=0)

@@ -143,6 +143,7 @@ def time_by_position(decoder: CausalDecoder, positions: Iterable[int]) -> list[P
 def _cached_and_plain_steps(
     decoder: CausalDecoder, positions: list[int]
 ) -> dict[str, Callable[[], None]]:
+    """A step of one token at each position, from the cache and from the whole text."""
     longest = max(positions)
     draw = torch.Generator().manual_seed(0)
     text = torch.randint(decoder.vocabulary, (1, longest + 1), generator=draw)  # [1, S]

@@ -190,7 +190,7 @@ def check_document_mask(model: Any, batch: dict[str, torch.Tensor]) -> None:
 
 
 def _same_logits(found: torch.Tensor, expected: torch.Tensor, *, share: float) -> bool:
-    """Up to a share of the largest number; NaN is never the same."""
+    """Whether a document has the logits that it has alone, up to a share of the largest one."""
     return ((found - expected).abs().max() <= share * expected.abs().max()).item()
 
 

@@ -118,7 +118,7 @@ def _split_parameters(model: nn.Module) -> list[Any]:
 
 def _at_rest(model: nn.Module, split: list[Any]) -> list[nn.Parameter]:
     """The parameters, of split ones this rank's part, whether or not the whole is gathered now."""
-    whole = {id(_whole(each)) for each in split}
+    whole = {id(_gathered_parameter(each)) for each in split}
     others = [parameter for parameter in model.parameters() if id(parameter) not in whole]
     return [*(each.sharded_param for each in split), *others]
 
@@ -128,10 +128,10 @@ def _gathered(split: list[Any]) -> list[torch.Tensor | None]:
     found = []
     for each in split:
         found += [*each.all_gather_outputs, each.unsharded_accumulated_grad]
-        found.append(getattr(_whole(each), "grad", None))
+        found.append(getattr(_gathered_parameter(each), "grad", None))
     return found
 
 
-def _whole(split_parameter: Any) -> nn.Parameter | None:
+def _gathered_parameter(split_parameter: Any) -> nn.Parameter | None:
     """The gathered parameter; None before the first forward."""
     return getattr(split_parameter, "_unsharded_param", None)

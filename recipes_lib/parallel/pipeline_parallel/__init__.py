@@ -215,7 +215,7 @@ class Pipeline:
         return SCHEDULES[self.schedule](
             stages if self.schedule == "interleaved" else stages[0],
             n_microbatches=self.micro_batches,
-            loss_fn=self._loss_of,
+            loss_fn=self._loss_of_micro_batch,
             scale_grads=False,  # True divides by the micro-batches, for a loss that is a mean
         )
 
@@ -271,7 +271,7 @@ class Pipeline:
         distributed.broadcast(total, group=self._group, group_src=self.ranks - 1)
         return total.item()
 
-    def _loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _loss_of_micro_batch(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The part of one micro-batch in the loss of the step; logits [B/M, S, V]."""
         # PyTorch's schedules expect a mean over each micro-batch. With unequal numbers of labels
         # that is another loss: here it is a sum over the number of all.

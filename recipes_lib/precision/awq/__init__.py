@@ -133,11 +133,11 @@ def search_scales(
 
     grid = {"group": group, "symmetric": symmetric}
     inputs = read_inputs(model, sites, list(batches))
-    return [_best(model, site, seen, grid) for site, seen in zip(sites, inputs)]
+    return [_best_alpha(model, site, seen, grid) for site, seen in zip(sites, inputs)]
 
 
 @torch.no_grad()
-def _best(model: Any, site: Site, seen: Seen, grid: dict[str, Any]) -> Choice:
+def _best_alpha(model: Any, site: Site, seen: Seen, grid: dict[str, Any]) -> Choice:
     """Try every alpha on the layers of one site: the mean squared error of what they put out."""
     importance = site.shared(seen.mean)  # [C]
     errors = dict.fromkeys(ALPHAS, 0.0)

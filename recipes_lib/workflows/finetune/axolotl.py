@@ -137,6 +137,7 @@ def axolotl_config(run: Settings, *, tokenizer: Any) -> dict[str, Any]:
 
 
 def _adapter_of_axolotl(run: Settings) -> dict[str, Any]:
+    """What the file says of LoRA or QLoRA."""
     if run.method == "full":
         return {}
     config = {

@@ -215,6 +215,7 @@ class Remedies:
         return rows
 
     def _remedy_of_stack(self, stack: Stack) -> Remedy:
+        """A row of the list: the peak of the step with this stack, and whether it fits."""
         question = self.question
         peak = self.peak(stack, question.length)
         costs = dict.fromkeys(RECIPES[name].costs for name in stack)

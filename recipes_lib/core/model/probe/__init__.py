@@ -185,14 +185,14 @@ class Proof:
         snapshot = Snapshot(self.model)
         with undone_on_error(self.model, self.apply.__name__, snapshot):
             changed = self.apply(self.model, *self.args, **options)
-            problem = self._broken(changed, snapshot)
+            problem = self._broken_promise(changed, snapshot)
             if problem:
                 raise ValueError(problem)
         if not keep:
             snapshot.restore()
         return changed
 
-    def _broken(self, changed: Any, snapshot: Snapshot) -> str | None:
+    def _broken_promise(self, changed: Any, snapshot: Snapshot) -> str | None:
         """What is not as promised, in a few words; None if all is."""
         if changed is self.model and not snapshot.differs():
             return "nothing in the model has changed"
