@@ -1,11 +1,5 @@
 """The base of a run: whole on each device or in parts over them, loaded, and adapted.
 
-    run = placed(run)                                by size; refuses what does not fit
-    whole, name, fingerprint = load_base(run, …)
-    model = base_to_measure(whole, run)              before anything is changed
-    model, modules = adapted(whole, rows, run=run, pad_token_id=pad)
-    model_to_save(model, modules, run=run)
-
 Of a model in parts, `whole` is on the first rank, in host memory, and None on the others.
 """
 

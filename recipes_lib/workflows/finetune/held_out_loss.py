@@ -1,9 +1,4 @@
-"""What a run has reached: the held-out loss before and after, and the difference.
-
-before = held_out_loss(model, held_out, "before", run=settings, pad_token_id=0)
-after = held_out_loss(adapted, held_out, "after", run=settings, pad_token_id=0)
-print(difference_of(before, after, run=settings))
-"""
+"""What a run has reached: the held-out loss before and after, and the difference."""
 
 from __future__ import annotations
 

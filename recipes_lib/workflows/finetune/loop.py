@@ -1,9 +1,4 @@
-"""Fine-tune a pretrained model: the techniques of notebook 05 put together in one loop.
-
-model = adapt(load_model(), run=settings)
-for step in training_steps(model, rows, run=settings, pad_token_id=0):
-    print(step.loss)
-"""
+"""Fine-tune a pretrained model: the techniques of notebook 05 put together in one loop."""
 
 from __future__ import annotations
 

@@ -1,13 +1,7 @@
 """What notebook 02 shows beside the training: small experiments that run on every rank.
 
-    pool.run(who_is_there)                          a sum over the ranks
-    pool.run(data_parallel_by_hand)                 an idea in plain lines, beside the real thing:
-                                                    the largest difference between the two
-    pool.run(lanes_of_a_step, …)                    what computes and what sends, under DDP
-    pool.run(grid_of_a_pipeline, …)                 who computes which micro-batch when
-    pool.run(losses_across_a_checkpoint, …)         saved by some ranks, continued by others
-
-Each returns plain numbers or small dataclasses, which a process can send back.
+Each returns plain numbers or small dataclasses, which a process can send back. An idea by hand
+returns the largest difference to the real thing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The same training by other libraries and with other models, on ranks.
-
-pool.run(train_with_deepspeed, stage=2, …)      ZeRO by DeepSpeed, from launch/deepspeed
-pool.run(train_quantized, shards=True, …)       QLoRA on shards, or whole on every rank
-pool.run(train_experts, shared=True, …)         a mixture of experts, shared or whole
-"""
+"""The same training by DeepSpeed, on quantized shards and with experts: each runs on every rank."""
 
 from __future__ import annotations
 
