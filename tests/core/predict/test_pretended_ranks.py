@@ -16,7 +16,6 @@ from recipes_lib.core.predict import predict
 from recipes_lib.core.predict.pretended_ranks import pretended_ranks
 from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
-from recipes_lib.parallel.data_parallel import apply_data_parallel
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.tensor_parallel import apply_tensor_parallel
 from recipes_lib.parallel.zero import apply_zero
@@ -61,26 +60,16 @@ def trained(apply, prepare=None):
     return model, torch.optim.AdamW(model.parameters()), step_of_a_batch()
 
 
-def hybrid(model):
-    """A mesh of recipes_lib, made inside of build()."""
-    return apply_fully_sharded(
-        model, mesh=mesh_of(replicate=2, shard=distributed.get_world_size() // 2)
-    )
-
-
 def zero_1():
     return *apply_zero(small_llama(), torch.optim.AdamW, stage=1, lr=1e-3), step_of_a_batch()
 
 
 BESIDE = "DDP, gradients beside buckets"
 BUILDS = {
-    "FSDP2": partial(trained, apply_fully_sharded),
     "FSDP2, checkpointed": partial(trained, apply_fully_sharded, apply_activation_checkpointing),
-    "HSDP": partial(trained, hybrid),
     "tensor parallel": partial(trained, apply_tensor_parallel),
-    "DDP": partial(trained, apply_data_parallel),
     BESIDE: partial(trained, DistributedDataParallel),
-    "ZeRO-1 over DDP": zero_1,
+    "ZeRO-1 over DDP, gradients in buckets": zero_1,
 }
 
 
@@ -158,12 +147,19 @@ def test_layers_that_were_taken_apart_are_free():
     assert LINEAR < predicted.peak - predicted.kept < 4.2 * LINEAR + own_gradients
 
 
+def hybrid(model):
+    """A mesh of recipes_lib, made inside of build()."""
+    return apply_fully_sharded(
+        model, mesh=mesh_of(replicate=2, shard=distributed.get_world_size() // 2)
+    )
+
+
 def test_more_ranks_keep_less_and_gather_as_much():
     """The mistakes: parts of two ranks for any number; a gathered block in parts; HSDP's copies."""
-    few, many = [predict(BUILDS["FSDP2"], ranks=ranks) for ranks in (4, 64)]
+    few, many = [predict(partial(trained, apply_fully_sharded), ranks=ranks) for ranks in (4, 64)]
     assert many.kept == pytest.approx(few.kept / 16, rel=0.01)
     assert many.peak - many.kept == pytest.approx(few.peak - few.kept, rel=0.05)
-    of_copies = predict(BUILDS["HSDP"], ranks=8)
+    of_copies = predict(partial(trained, hybrid), ranks=8)
     assert of_copies.kept == pytest.approx(few.kept, rel=0.01)
 
 
@@ -179,8 +175,8 @@ def test_the_group_is_gone_afterwards_also_after_an_error():
 def test_refusals():
     """The mistake: a prediction from inside of a real group destroys the group."""
     with dry_run(), pytest.raises(ValueError, match="a dry run already"):
-        predict(BUILDS["DDP"], ranks=2)
+        predict(BUILDS[BESIDE], ranks=2)
     with pretended_ranks(4, rank=3):
         assert distributed.get_rank() == 3
         with pytest.raises(ValueError, match="belongs to a group"):
-            predict(BUILDS["DDP"], ranks=2)
+            predict(BUILDS[BESIDE], ranks=2)
