@@ -152,9 +152,9 @@ class Allocator(Listener):
         free.pop(bisect.bisect_left(free, block.place, key=lambda each: each.place))
 
     def _reserve_segment(self, size: int) -> None:
-        """Ask the driver for a segment. Raises torch.OutOfMemoryError where there is no room."""
+        """Ask the driver for a segment, and beyond the limit give free ones back first."""
         if self._limit is not None and self.reserved + size > self._limit:
-            self.empty_cache()  # PyTorch does so before it gives up
+            self.empty_cache()
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 

@@ -98,7 +98,7 @@ def any_size(
 def _from_dry_steps(
     build_of: Callable[..., Build], layers: tuple[int, int], card: Card | None, ranks: int
 ) -> AnySize:
-    """Both depths, after a third one has shown that the bytes are affine in the blocks."""
+    """The moments of both depths that lie on a line with those of a third."""
     few, more = layers
     depths = []
     with out_of_the_collectors_sight():  # once for all steps, each of which would look again
