@@ -16,7 +16,7 @@ inside of kernels. `equation.py` says the same of a plain step by arithmetic, in
 aloud, and knows nothing of this.
 
 allocator  PyTorch's allocator for a GPU, replayed: allocated and reserved bytes
-any_size  a step of any size from a few small ones
+any_size  a step of any depth from a few shallow ones
 card  a GPU that is not there: its memory, and the kernels that it would choose
 equation  the memory of a step by arithmetic
 flops  how many operations of matrix products a step needs
