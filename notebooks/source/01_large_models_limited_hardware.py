@@ -16,7 +16,16 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **One training step, 4,196 MiB → 267 MiB: 94% less memory of tensors, in 0.53× (0.53–0.53) the time**, from full fine-tuning in fp32 to adapters with every term small. Against QLoRA with 16 bits, checkpoints and a loss in chunks, which many have today, it is -37%, in 0.57× the time. Where all weights train, it is -73%, in 0.99× (0.98–1.07) the time. Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
+# > **One training step, 4,196 MiB → 267 MiB: 94% less memory of tensors, in 0.55× (0.49–0.55) the time**, from full fine-tuning in fp32 to the last line of this table:
+# >
+# > | what trains | recipes | peak, MiB | memory | time |
+# > |---|---|--:|--:|--:|
+# > | all weights, the fastest | 16 bits, compiled blocks, a loss in chunks | 2,735 | -35% | 0.45× (0.41–0.45) |
+# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,117 | -73% | 0.87× (0.80–0.92) |
+# > | adapters, as many do today | QLoRA, with 16 bits, checkpoints and a loss in chunks | 426 | -90% | 1.16× (1.06–1.16) |
+# > | adapters, the smallest | that, with the embedding in 16 bits, and compiled blocks | 267 | -94% | 0.55× (0.49–0.55) |
+# >
+# > From the third line to the last it is -37%, in 0.47× the time. Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
@@ -465,7 +474,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No, by 290 MiB. The first tower is now 1,834 MiB, and the second one is the peak: no recipe of Part A gets below its 2,164. (It has one embedding copy less, 108 MiB: now the second gradient is added into the first one.) **In your code** take both together. Each leaves what the other removes.
+# **The answer.** No, by 290 MiB. The first tower is now 1,826 MiB, and the second one is the peak: no recipe of Part A gets below its 2,164. (It has one embedding copy less, 108 MiB: now the second gradient is added into the first one.) **In your code** take both together. Each leaves what the other removes.
 #
 # ### 3. Activation offloading
 #
@@ -583,7 +592,7 @@ ladder.climb(
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: one step each here, for a first impression, and two at the end, where we choose. A disturbance only makes a turn longer, so **the fastest turn counts**.
+# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: one step each here and in recipe 7, for a first impression, and two at the end, where we choose. A disturbance only makes a turn longer, so **the fastest turn counts**.
 
 # %%
 from recipes_lib.report.ladder import TIME, cell
@@ -724,7 +733,7 @@ for row in ladder.rows[-4:]:
     print(f"{row.name:<39}{cell(row, TIME):>8} s")
 
 # %% [markdown]
-# States fall from 1,026 MiB to 513, and to 422 in 8 bits. That is more than a quarter, because *8-bit AdamW* keeps the embedding's in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it.
+# States fall from 1,026 MiB to 513, and to 422 in 8 bits. That is more than a quarter, because *8-bit AdamW* keeps the embedding's in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it. A step takes 3.29 s with 16 bits and 4.18 s with 8, beside 3.14 s: a CPU is slow at such codes.
 #
 # Weights in 16 bits would lose small updates in the same way. [`bf16_adamw`](../recipes_lib/precision/pure_bf16.py) rounds them stochastically.
 #
@@ -852,7 +861,7 @@ ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 # %% [markdown]
 # **The answer.** It rises, by 8 MiB. The blocks are 203 → 52, but `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding. It is 54 MiB larger, the loss makes a copy of it in 16 bits, and what enters each block has 32 bits, too. *Everything combined* below keeps it in 16 bits.
 #
-# **In your code.** Without `use_reentrant=False` no gradient reaches the first block. On CPUs with AVX512-BF16 one forward in evaluation mode makes bitsandbytes repack the weights for a kernel without a backward, so call `model.train()` first. `check_gradient_flow` sees both traps.
+# **In your code.** Without `use_reentrant=False` no gradient reaches the first block. On CPUs with AVX512-BF16 one forward in evaluation mode makes bitsandbytes repack the weights for a kernel without a backward, so call `model.train()` first. `check_gradient_flow` sees both traps. Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room until `torch.cuda.empty_cache()`.
 #
 # ### 11. Layer streaming
 #
@@ -959,7 +968,7 @@ ratio = last.seconds / today.seconds
 print(f"everything combined beside QLoRA: {change:+.0%} memory, {ratio:.2f}× time")
 
 # %% [markdown]
-# With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it trains all weights, and is the fastest. With 1,117 take *8-bit AdamW in backward, compiled*. With 418 take *LoRA*. With less take *everything combined*. (It takes less time than LoRA, whose blocks are not compiled here.)
+# Three of four keep it, and one of these trains all weights. With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it trains all weights, and is the fastest. With 1,117 take *8-bit AdamW in backward, compiled*. With 418 take *LoRA*. With less take *everything combined*. (It takes less time than LoRA, whose blocks are not compiled here.)
 #
 # **Do four bits pay?** On this small model as the libraries do it, no: 426 MiB against LoRA's 418. With the embedding in 16 bits, yes: 267. The table below says when you need them: with 8 GiB from three billion weights on, with 16 GiB from eight. Their price before training is 3.68 → 4.08, for weights that come from a file of four bits and are rounded a second time. A model in 16 bits pays another one.
 #
@@ -1031,27 +1040,6 @@ print(f"\npeft's fp32 for embedding and output layer of 8B: {to_fp32:.1f} GiB mo
 # %% [markdown]
 # *Full* keeps the states of the embedding in 32 bits, as the Trainer does. The table is not for a T4: it has no bf16, which these bases have, and the loss scale of fp16 excludes the step in backward.
 #
-# One line is checked by the step itself, on fake tensors. `card` chooses the kernels of a GPU that is not there, and replays PyTorch's allocator: what it *reserves*, holes included, has to fit.
-
-# %%
-from recipes_lib.core.predict import CARDS as GPUS
-from recipes_lib.core.predict import predict
-
-LARGE = "llama-3.1-8b"
-ids = torch.zeros(TEXT["rows"], TEXT["length"], dtype=torch.long, device=device)
-long_step = partial(train_step, texts={"input_ids": ids, "labels": ids})
-blocks = 2 if fast() else 32
-large = partial(model_of_shape, LARGE, dtype=torch.bfloat16, layers=blocks)
-
-predicted = predict(build(qlora, recipe_2, step=long_step, base=large), card=GPUS["L4"])
-print(
-    f"{LARGE}, {blocks} blocks, QLoRA on an L4 of {GPUS['L4'].memory_bytes / GIB:.1f} GiB:"
-)
-print(
-    f"tensors {predicted.peak / GIB:.1f} GiB, reserved {predicted.reserved / GIB:.1f} GiB"
-)
-
-# %% [markdown]
 # **Which tower is higher on your GPU?** Ask the allocator for the peak before the middle of backward, and for the peak after it (no GPU has run these lines yet):
 #
 # ```python
@@ -1078,6 +1066,7 @@ print(
 
 # %%
 from recipes_lib.core.measure import bytes_alive
+from recipes_lib.core.predict import predict
 from recipes_lib.training.dynamic_batch import (
     fit_micro_batches,
     halve_until_it_fits,
@@ -1120,19 +1109,19 @@ print(f"limit {mib(limit)}: {expected} micro-batches predicted, {found} found")
 #
 # | recipe | here | switch in the Trainer, or the call | not when |
 # |---|---|---|---|
-# | [gradient accumulation](../recipes_lib/training/gradient_accumulation.py) | <!--m 01 gradient accumulation--><!--/m--> | `gradient_accumulation_steps=4` | the batch fits |
-# | [activation checkpointing](../recipes_lib/memory/activation_checkpointing.py) | <!--m 01 activation checkpointing--><!--/m--> | `activation_checkpointing=True`, in older transformers `gradient_checkpointing=True` | activations are not at the peak |
-# | with a [loss in chunks](../recipes_lib/memory/chunked_cross_entropy.py) | <!--m 01 checkpointing, loss in chunks--><!--/m--> | TRL's `SFTTrainer` has one; in the Trainer `use_liger_kernel=True`, on a GPU | you need the logits |
-# | [activation offloading](../recipes_lib/memory/activation_offload.py) | <!--m 01 activation offloading--><!--/m--> | `SFTConfig(activation_offloading=True)`; of inputs only: `activation_checkpointing_kwargs={"offload": True}` | checkpointing is enough |
-# | [mixed precision](../recipes_lib/precision/mixed_precision.py) | <!--m 01 mixed precision--><!--/m--> | `bf16=True`; on a T4 `fp16=True` | 16 bits are emulated |
-# | with [compiled blocks](../recipes_lib/training/compiled_blocks.py) | <!--m 01 mixed precision, compiled--><!--/m--> | `torch_compile=True` | each batch has another shape |
-# | [step in backward](../recipes_lib/memory/optimizer_in_backward.py) ¹ | <!--m 01 step in backward--><!--/m--> | a hook, as above; torchtune's `optimizer_in_bwd` | you accumulate, clip, or scale the loss |
-# | [16-bit AdamW states](../recipes_lib/precision/sixteen_bit_adam.py) ¹ | <!--m 01 16-bit AdamW states--><!--/m--> | torchtitan's `fused_opt_states_bf16` | with LoRA: states are small |
-# | [8-bit AdamW](../recipes_lib/precision/eight_bit_adam.py) ¹ | <!--m 01 8-bit AdamW--><!--/m--> | `optim="adamw_8bit"`, or `"paged_adamw_8bit"` | with LoRA: states are small |
+# | [gradient accumulation](../recipes_lib/training/gradient_accumulation.py) | <!--m 01 gradient accumulation-->-35% peak, 1.18× (1.03–1.18) time<!--/m--> | `gradient_accumulation_steps=4` | the batch fits |
+# | [activation checkpointing](../recipes_lib/memory/activation_checkpointing.py) | <!--m 01 activation checkpointing-->-42% peak, 1.22× (1.07–1.22) time<!--/m--> | `activation_checkpointing=True`, in older transformers `gradient_checkpointing=True` | activations are not at the peak |
+# | with a [loss in chunks](../recipes_lib/memory/chunked_cross_entropy.py) | <!--m 01 checkpointing, loss in chunks-->-48% peak, 1.07× (0.94–1.07) time<!--/m--> | TRL's `SFTTrainer` has one; in the Trainer `use_liger_kernel=True`, on a GPU | you need the logits |
+# | [activation offloading](../recipes_lib/memory/activation_offload.py) | <!--m 01 activation offloading-->-42% peak, 1.60× (1.40–1.60) time<!--/m--> | `SFTConfig(activation_offloading=True)`; of inputs only: `activation_checkpointing_kwargs={"offload": True}` | checkpointing is enough |
+# | [mixed precision](../recipes_lib/precision/mixed_precision.py) | <!--m 01 mixed precision-->-8% peak, 0.59× (0.51–0.59) time<!--/m--> | `bf16=True`; on a T4 `fp16=True` | 16 bits are emulated |
+# | with [compiled blocks](../recipes_lib/training/compiled_blocks.py) | <!--m 01 mixed precision, compiled-->-20% peak, 0.47× (0.41–0.47) time<!--/m--> | `torch_compile=True` | each batch has another shape |
+# | [step in backward](../recipes_lib/memory/optimizer_in_backward.py) ¹ | <!--m 01 step in backward-->-55% peak, 0.70× (0.70–0.70) time<!--/m--> | a hook, as above; torchtune's `optimizer_in_bwd` | you accumulate, clip, or scale the loss |
+# | [16-bit AdamW states](../recipes_lib/precision/sixteen_bit_adam.py) ¹ | <!--m 01 16-bit AdamW states-->-61% peak, 0.76× (0.76–0.76) time<!--/m--> | torchtitan's `fused_opt_states_bf16` | with LoRA: states are small |
+# | [8-bit AdamW](../recipes_lib/precision/eight_bit_adam.py) ¹ | <!--m 01 8-bit AdamW-->-63% peak, 0.96× (0.96–0.96) time<!--/m--> | `optim="adamw_8bit"`, or `"paged_adamw_8bit"` | with LoRA: states are small |
 # | [states on the host](../recipes_lib/memory/optimizer_offload.py) | | DeepSpeed's `offload_optimizer`, FSDP2's `CPUOffloadPolicy` | 8 bits are enough |
-# | [LoRA](../recipes_lib/fine_tuning/lora.py) ¹ | <!--m 01 LoRA--><!--/m--> | `get_peft_model`, TRL's `peft_config` | much that is new has to be learned |
-# | [QLoRA](../recipes_lib/fine_tuning/qlora.py) ¹ | <!--m 01 QLoRA--><!--/m--> | `BitsAndBytesConfig`, as above | the 16-bit weights fit |
-# | [layer streaming](../recipes_lib/memory/layer_streaming.py) ¹ | <!--m 01 QLoRA, streamed--><!--/m--> | none: `apply_layer_streaming` | the weights fit |
+# | [LoRA](../recipes_lib/fine_tuning/lora.py) ¹ | <!--m 01 LoRA-->-90% peak, 0.86× (0.79–0.87) time<!--/m--> | `get_peft_model`, TRL's `peft_config` | much that is new has to be learned |
+# | [QLoRA](../recipes_lib/fine_tuning/qlora.py) ¹ | <!--m 01 QLoRA-->-90% peak, 1.16× (1.06–1.16) time<!--/m--> | `BitsAndBytesConfig`, as above | the 16-bit weights fit |
+# | [layer streaming](../recipes_lib/memory/layer_streaming.py) ¹ | <!--m 01 QLoRA, streamed-->-91% peak, 1.01× (0.93–1.01) time<!--/m--> | none: `apply_layer_streaming` | the weights fit |
 # | [dynamic batch size](../recipes_lib/training/dynamic_batch.py) | | none: `fit_micro_batches` | you know what fits |
 #
 # **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading of every activation with checkpointing. More of both: [cheatsheet](../CHEATSHEET.md), [TRAPS.md](../TRAPS.md).
@@ -1147,7 +1136,7 @@ from recipes_lib.workflows.out_of_memory_doctor import diagnose
 diagnosis = diagnose(
     error="CUDA out of memory. Tried to allocate 1.20 GiB. GPU 0 has a total capacity "
     "of 24.00 GiB of which 512.00 MiB is free.",
-    model=model_of_shape(LARGE, dtype=torch.bfloat16, device="meta"),
+    model=model_of_shape("llama-3.1-8b", dtype=torch.bfloat16, device="meta"),
     batch_size=4,
     seq_len=2048,
     memory_bytes=int(room(24)),
