@@ -25,7 +25,7 @@
 # > | adapters, as many do today | QLoRA, with 16 bits, checkpoints and a loss in chunks | 426 | -90% | 1.16× (1.06–1.16) |
 # > | adapters, the smallest | that, with the embedding in 16 bits, and compiled blocks | 267 | -94% | 0.55× (0.49–0.55) |
 # >
-# > From the third line to the last it is -37%, in 0.47× the time. Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
+# > From the third line to the last it is -37% memory. Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
