@@ -48,7 +48,7 @@ class Settings:
     rows: int = 1  # packed rows of a micro-batch
     micro_batches: int = 1  # of a step
     steps: int = 200
-    learning_rate: float = 1e-3  # of adapters: about ten times that of full fine-tuning
+    learning_rate: float = 1e-3  # of adapters; 3e-4 forgets less, and takes twice the steps
     rank: int = 16
     checkpointing: bool = False  # for long rows: blocks are computed again in backward
     held_out: int = 48  # pairs that are not trained on
