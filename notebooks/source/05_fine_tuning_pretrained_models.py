@@ -972,7 +972,7 @@ with torch.device("meta"):
 #
 # - The script above, for one GPU or several (`accelerate launch`).
 # - [scripts/finetune.py](../scripts/finetune.py): one file with our recipes, packed rows, checkpoints and the score. It trains LoRA at 1e-3 for 200 steps of packed rows, and its first lines record 48 of 48 answers.
-# - A command: `python -m recipes_lib finetune --model NAME --data pairs.jsonl --output run`. After a crash it goes on with `--resume`, as if never stopped ([docs/finetune.md](../docs/finetune.md)).
+# - A command: `python -m recipes_lib finetune --model NAME --data pairs.jsonl --learning-rate 3e-4 --output run`. After a crash it goes on with `--resume`, as if never stopped ([docs/finetune.md](../docs/finetune.md)).
 #
 # ## Which settings matter?
 #
