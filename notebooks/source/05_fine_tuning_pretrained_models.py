@@ -71,7 +71,7 @@ print(here)
 print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
 
 # %% [markdown]
-# For a model of your own write its hub id or its folder in the place of `smollm2`.
+# For a model of your own write its hub id or its folder in the place of `smollm2`, and leave out the line with `CHATML` below: that template is SmolLM2's.
 
 # %%
 cpu = dict(
@@ -203,7 +203,7 @@ print(f"right: {targets:.0%} of the tokens carry loss")
 # adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 # settings = SFTConfig(
 #     output_dir="adapter",
-#     learning_rate=3e-4,  # of adapters; 1e-4 where all weights train
+#     learning_rate=3e-4,  # of adapters; all weights: 1e-4 at this size, about 1e-5 with billions
 #     lr_scheduler_type="cosine",
 #     warmup_steps=0.1,  # of all steps
 #     num_train_epochs=2,  # times through all pairs
@@ -225,7 +225,7 @@ print(f"right: {targets:.0%} of the tokens carry loss")
 # trainer.save_model()
 # ```
 #
-# A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. Section 5 shows why the rate is 3e-4. The same lines run below, with a model in a folder, as one of the hub would be, and settings of this machine.
+# A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. Section 5 shows why the rate is 3e-4. The same calls run below, with a model in a folder, as one of the hub would be, a larger rate and fewer steps.
 
 # %%
 from datasets import Dataset, disable_progress_bars
@@ -591,7 +591,7 @@ climb("full fine-tuning", base)
 climb("LoRA", with_lora)
 
 # %% [markdown]
-# Each row says when its peak is, and what is there at that moment. *Other* is none of the four: with all weights a gradient of the embedding, with LoRA two tables of logits. So the equation closes. Full fine-tuning: 1,539 that stay + 513 of gradients + 108 of the embedding = 2,160 MiB, and 2,161 are counted. LoRA: 312 that stay + 210 of activations + 78 of logits = 600 MiB, as counted. The states and the gradients of the frozen weights are gone.
+# Each row says when its peak is, and what is there at that moment. *Other* is none of the four: with all weights a second gradient of the embedding, which is the output layer, too; with LoRA two tables of logits. The equation leaves these out. With them it closes. Full fine-tuning: 1,539 that stay + 513 of gradients + 108 of the embedding = 2,160 MiB, and 2,161 are counted. LoRA: 312 that stay + 210 of activations + 78 of logits = 600 MiB, as counted. The states and the gradients of the frozen weights are gone.
 #
 # ## 3. QLoRA: the frozen weights in four bits
 #
@@ -628,7 +628,7 @@ del theirs, ours
 climb("QLoRA", with_qlora)
 
 # %% [markdown]
-# 163 that stay + 210 + 78 = 451 MiB, and 450 are counted. Four bits cost 0.237 nats on this batch, before training. Take them only where the 16-bit weights do not fit.
+# 163 that stay + 210 + 78 = 451 MiB, and 450 are counted. Before training, the loss on this batch is 0.237 nats above that of full fine-tuning. LoRA in bf16 is 0.010 above it, so nearly all of that is the price of four bits. Take them only where the 16-bit weights do not fit.
 #
 # `prepare_model_for_kbit_training` is not called: it turns checkpointing on, and makes the embedding fp32, which doubles its bytes. `apply_qlora` also closes a trap of bitsandbytes on CPUs ([TRAPS.md](../TRAPS.md)).
 #
@@ -669,7 +669,7 @@ errors = [abs(row.prediction_error) for row in ladder.rows]
 ladder
 
 # %% [markdown]
-# LoRA takes 0.77 of the time, and not 4/6: adapters take time of their own. QLoRA also unpacks all weights in each step. *Everything combined* takes the least memory, and no less time than QLoRA: their ranges meet.
+# LoRA takes 0.77 of the time, and not 4/6: adapters take time of their own. QLoRA also unpacks all weights in each step. *Everything combined* takes the least memory, and about the time of QLoRA.
 #
 # ## 5. The run: does the model learn the task?
 #
@@ -804,11 +804,11 @@ points(
 # %% [markdown]
 # **What was learned.** The rule that copies gets 32 of 64, so look at the changed hours, where it gets none. From one pass through the pairs full fine-tuning gets all 32. LoRA at 3e-4 gets 30 from two passes, and at 1e-3 26 from one. The first picture shows two stages. The loss falls to about 0.1, which is the form. It stays there for a while, and falls again where the hours are learned. A run that ends before that has a small loss and no clock: judge by the score.
 #
-# **What was forgotten belongs to the rate.** At 1e-3 LoRA makes the perplexity of source code × 13.43. At 3e-4 it is × 1.51, with twice the steps. So a frozen base alone protects nothing: the adapters act on all text, and a large rate makes them large. Ten times the rate of full fine-tuning is advice for learning. The other half is to look at text that the model must keep.
+# **What was forgotten belongs to the rate.** At 1e-3 LoRA makes the perplexity of source code × 13.43. At 3e-4 it is × 1.51, with twice the steps. So a frozen base alone protects nothing: the adapters act on all text, and a large rate makes them large. Ten times the rate of full fine-tuning is advice for learning. The other half is to look at text that the model must keep. All weights trained at one rate only, so this says nothing of each way at its best.
 #
 # **LoRA or all weights?** Full fine-tuning has 64 right, and LoRA at 3e-4 61: three sentences, too few for a rank. Full fine-tuning forgets less, × 1.35; the difference of 0.11 nats is more than chance. Biderman et al. found another order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. What LoRA saves here is memory, 72 % of the peak. What it costs is steps: 240 for 120, each in 0.77 of the time, 1.54 times as long in all.
 #
-# **QLoRA** gets 44, against LoRA's 55 at the same rate and steps: 17 points less, more than chance. Of its × 18.70 the rounding alone is × 1.26, and the rest is the rate. So begin with the small rate here, too, and count on more passes; this page did not run that.
+# **QLoRA** gets 44, against LoRA's 55 at the same rate and steps: 17 points less, more than chance. Of its × 18.70 the rounding alone is × 1.26, and nearly all the rest is the rate. So begin with the small rate here, too, and count on more passes; this page did not run that.
 #
 # **How far to trust it.** Each way ran once, with one seed. The intervals say what other sentences would show, and not what another seed would: 64, 61 and 55 may change places. × 1.5 and × 13 will not. 32 pieces of source code, 64 tokens each, stand for no conversation and no long text. Rows of other kinds among yours may keep more; no run here tried it.
 #
@@ -845,7 +845,7 @@ del model, files, served, again, elsewhere
 # %% [markdown]
 # The model that was loaded is the one that was judged. QLoRA's adapter beside the 16-bit weights is another model: it learned beside the rounded ones. It gets 36 answers for 44, 12 points less, in an interval of -27 to 0. Examine what you deploy, by its answers.
 #
-# A wrong time is valid JSON, so no parser catches it. Check such an answer against the sentence: where it says *pm*, the hour is 12 or more.
+# A wrong time is valid JSON, so no parser catches it. Check such an answer against the sentence: where it says *pm*, the hour is 12 or more; where it says *am*, it is below 12.
 #
 # | your case | deploy |
 # |---|---|
@@ -979,12 +979,12 @@ with torch.device("meta"):
 # | setting | begin with | why |
 # |---|---|---|
 # | **labels** | answers only | wrong ones train something else, without an error |
-# | **learning rate** | LoRA 3e-4, all weights 1e-4 | decides what is learned and what is forgotten: section 5 |
+# | **learning rate** | LoRA 3e-4; all weights 1e-4, with billions of them 1e-5 to 2e-5 (not run here) | decides what is learned and what is forgotten: section 5 |
 # | **pairs** | as many as you can check | a few hundred teach a form; the score says when it is enough |
 # | **what trains** | all linear layers | name the layers where a model has experts: section 8 |
 # | rank and alpha | 16 and 32 | few pairs need no more; look at the rate first |
 # | rows in a step | 4 to 32 | adapters like large batches less than all weights do (LoRA Without Regret) |
-# | epochs, times through all pairs | all weights 1, LoRA 2 or more | stop where the score falls |
+# | epochs, times through all pairs | all weights 1, LoRA 2 or more | stop where the score rises no more |
 # | packing | on where lengths are unequal | time, and fewer steps in an epoch: section 7 |
 #
 # ## Which card?
@@ -1008,11 +1008,11 @@ for card in ("T4", "RTX 4090", "H100"):
 # | 16 GB, T4 | QLoRA | fp16, checkpointing, the loss in chunks |
 # | 24 GB | LoRA on a base in 16 bits | bf16, checkpointing, the loss in chunks |
 # | 24 GB, longer rows | QLoRA | bf16, checkpointing, the loss in chunks |
-# | 80 GB | LoRA on a base in 16 bits, longer rows | bf16; checkpointing and the loss in chunks where rows need them |
+# | 80 GB, by arithmetic | LoRA on a base in 16 bits, longer rows | bf16; checkpointing and the loss in chunks where rows need them |
 # | 80 GB, all weights | only in 16 bits, with stochastic rounding (`bf16_adamw`) | bf16, one row at a time, the loss in chunks |
-# | 2 × 80 GB, all weights | fp32 and autocast: 16 bytes for each weight, 8 · 16 = 128 GB | bf16, shards ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) |
+# | 2 × 80 GB, all weights, by arithmetic | fp32 and autocast: 16 bytes for each weight, 8 · 16 = 128 GB | bf16, shards ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) |
 #
-# The list of the H100 ends at micro-batches of 1, which compute nothing twice; checkpointing, 59.8 GiB, would fit it too. In TRL it is `gradient_checkpointing=True`, and `loss_type="nll"` is the loss in chunks. A model below a billion weights trains fully on any of these cards. For your model and card: `python -m recipes_lib doctor --model NAME --dtype bf16 --card T4 --batch-size 4 --seq-len 2048`.
+# The list of the H100 ends at micro-batches of 1, which compute nothing twice; checkpointing, 59.8 GiB, would fit it too. In TRL it is `gradient_checkpointing=True`, and `loss_type="nll"` is the loss in chunks. A model of half a billion weights, 8 GB by that rule, trains fully on any of these cards. For your model and card: `python -m recipes_lib doctor --model NAME --dtype bf16 --card T4 --batch-size 4 --seq-len 2048`.
 #
 # ## Your own data
 #
@@ -1020,7 +1020,7 @@ for card in ("T4", "RTX 4090", "H100"):
 #
 # ## When to use what
 #
-# Where 16 bytes per weight are there, take full fine-tuning at 1e-4: here it learned most, in the fewest steps. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)).
+# Where 16 bytes per weight are there, take full fine-tuning: here, at 1e-4, it learned most, in the fewest steps. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)).
 #
 # Else take LoRA on all linear layers at 3e-4, with logits of the answers only, and pass through your pairs twice or more. Judge by a score that a simple rule does not get, and by text that the model must keep. Add pairs and steps until both are enough. Take QLoRA where the 16-bit weights do not fit.
 #
