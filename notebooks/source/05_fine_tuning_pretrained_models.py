@@ -16,6 +16,18 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/05_fine_tuning_pretrained_models.ipynb)
 #
 # <!-- numbers:headline-05 -->
+# > **0 → 64 of 64 answers right with full fine-tuning, and 61 with LoRA**, to the letter, on new sentences, after training on the same 480 pairs; one seed. A rule that copies the time as it stands gets 32, and a prompt with four examples 1.
+# >
+# > | way | rate | steps | right, of 64 (95 %) | of the 32 that the rule gets wrong | perplexity of Python source code | peak of a step, MiB | time of a step |
+# > |---|--:|--:|--:|--:|--:|--:|--:|
+# > | full fine-tuning | 1e-04 | 120 | 64 (60–64) | 32 | × 1.35 | 2,161 | 1.00× (1.00–1.06) |
+# > | LoRA | 3e-04 | 240 | 61 (56–63) | 30 | × 1.51 | 600 | 0.77× (0.73–0.78) |
+# > | LoRA, large rate | 1e-03 | 120 | 55 (48–59) | 26 | × 13.43 | 600 | 0.77× (0.73–0.78) |
+# > | QLoRA, large rate | 1e-03 | 120 | 44 (36–50) | 17 | × 18.70 | 450 | 0.92× (0.88–0.95) |
+# >
+# > **The rate decides what is forgotten:** LoRA at 1e-03 makes the perplexity of source code × 13.43, at 3e-04 × 1.51, and full fine-tuning × 1.35. LoRA takes 72% less peak memory than full fine-tuning with fp32 weights and bf16 autocast.
+# >
+# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
 # A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA's row may look worse than yours.
