@@ -109,6 +109,7 @@ def test_a_gradient_that_is_used_in_backward_is_a_gradient():
 
 
 def test_an_error_in_the_step_leaves_no_hook_behind():
+    """The mistake: hooks of a recorder that has gone, in every later backward."""
     model, optimizer, _ = known_step()
 
     def fails():
@@ -165,6 +166,7 @@ def test_a_storage_may_be_freed_at_any_moment(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_cuda_it_follows_the_allocator():
+    """The mistake: a timeline that is higher than what the allocator gave out."""
     model = model_of_shape("tiny-llama", device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.randint(0, 128, (4, 64), device="cuda")

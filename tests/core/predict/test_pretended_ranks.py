@@ -28,7 +28,7 @@ def small_llama():
         vocab_size=2048,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         tie_word_embeddings=False,
