@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.ranks.agreement import agree, same_error_on_all_ranks
-from recipes_lib.core.ranks.bytes_held import rank_bytes
+from recipes_lib.core.ranks.measured_bytes import rank_bytes
 from recipes_lib.core.ranks.weighted_step import rank_rows, rank_step
 from recipes_lib.parallel.checkpoint import (
     latest_checkpoint,

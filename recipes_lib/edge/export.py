@@ -34,12 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from recipes_lib.core.measure.machine import require
-from recipes_lib.edge._exported_file import (
-    ExportedFile,
-    read_delegation,
-    require_delegated,
-    whole_or_none,
-)
+from recipes_lib.edge._delegated_operators import read_delegation, require_delegated
+from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
 from recipes_lib.edge._graph import capture_graph, sparing_the_collector
 from recipes_lib.edge._silenced_libraries import noise_to
 

@@ -9,8 +9,8 @@ pipeline_parallel   some blocks on each rank: GPipe, 1F1B, interleaved; the bubb
 quantized_shards    FSDP with QLoRA: a frozen 4-bit base in parts, scales included
 tensor_parallel     a part of each layer on each rank, with sequence and loss parallelism
 zero                states, gradients, weights in parts over ranks: ZeRO 1, 2 and 3
-_kept_bytes  the bytes that a rank keeps, by kind; each technique predicts them
 _moments  the clock of a CPU, or events in the stream of a GPU
+_predicted_bytes  what a rank will keep, by arithmetic: bytes of weights, gradients, states
 _sharding  what the techniques that copy or divide a model among ranks have in common
 
 What one rank is refused, all are refused, with the same ValueError: the ranks compare first.

@@ -26,7 +26,7 @@ from recipes_lib.core.model.causal_lm import require_causal_lm
 from recipes_lib.core.model.fingerprint import fingerprint
 from recipes_lib.core.model.marks import GRADIENT_TAKER, any_marked
 from recipes_lib.core.ranks.agreement import agree
-from recipes_lib.core.ranks.bytes_held import is_sharded
+from recipes_lib.core.ranks.measured_bytes import is_sharded
 
 DTYPES = (None, torch.bfloat16, torch.float32)  # fp16 would need a scaled loss
 

@@ -229,7 +229,7 @@ def _with_scales(state: Any, tensors: list[torch.Tensor]) -> Any:
 
 def _require_first(model: Any) -> None:
     """Sharding and checkpoints have to stay outside of the graphs, so they come later."""
-    from recipes_lib.core.ranks.bytes_held import is_sharded  # imports much
+    from recipes_lib.core.ranks.measured_bytes import is_sharded  # imports much
 
     if is_sharded(model):
         raise ValueError(

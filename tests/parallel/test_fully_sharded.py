@@ -3,7 +3,7 @@ import torch
 
 from recipes_lib.core.model.bytes_of_tensors import tensor_bytes
 from recipes_lib.core.ranks import world_size
-from recipes_lib.core.ranks.bytes_held import rank_bytes
+from recipes_lib.core.ranks.measured_bytes import rank_bytes
 from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.parallel.fully_sharded import apply_fully_sharded
 from recipes_lib.parallel.fully_sharded.observed import (

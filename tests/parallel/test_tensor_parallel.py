@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.ranks import rank
-from recipes_lib.core.ranks.bytes_held import rank_bytes
+from recipes_lib.core.ranks.measured_bytes import rank_bytes
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import default_mesh, mesh_of

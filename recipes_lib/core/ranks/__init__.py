@@ -4,9 +4,9 @@ A rank is one of the processes that train one model together; `rank_pool` and `t
 A process that is alone is rank 0 of 1. What ranks do together:
 
 agreement      ranks that differ, or of which one fails: an error on all of them
-bytes_held     what one rank holds: bytes of parameters, gradients and optimizer states
 collectives    gather, scatter and exchange one tensor, sum a few numbers over ranks
 gradient_norm  clip by the norm of all gradients, of which each rank holds a part
+measured_bytes what one rank holds now: bytes of parameters, gradients and optimizer states
 meshes         places of the ranks along named axes
 rank_pool      ranks that stay alive: several functions on the same processes
 run_result     what a training run on several ranks leaves behind, as plain numbers

@@ -55,13 +55,8 @@ from recipes_lib.core.model.causal_lm import (
 )
 from recipes_lib.core.model.integer_grid import check_group_divides
 from recipes_lib.core.model.linears import quantized_layers
-from recipes_lib.edge._exported_file import (
-    Delegation,
-    ExportedFile,
-    read_delegation,
-    require_delegated,
-    whole_or_none,
-)
+from recipes_lib.edge._delegated_operators import Delegation, read_delegation, require_delegated
+from recipes_lib.edge._exported_file import ExportedFile, whole_or_none
 from recipes_lib.edge._graph import sparing_the_collector
 from recipes_lib.edge._llama import require_llama
 from recipes_lib.edge._silenced_libraries import noise_to

@@ -46,7 +46,7 @@ from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import all_gather, reduce_scatter
 from recipes_lib.core.ranks.meshes import default_mesh
-from recipes_lib.parallel._kept_bytes import STATES, Kept, part_bytes, trained
+from recipes_lib.parallel._predicted_bytes import STATES, Kept, part_bytes, trained
 from recipes_lib.parallel._sharding import (
     require_new_on_ranks,
     require_same_weights,

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of
 from recipes_lib.core.ranks import world_size
-from recipes_lib.core.ranks.bytes_held import rank_bytes
+from recipes_lib.core.ranks.measured_bytes import rank_bytes
 from recipes_lib.core.ranks.meshes import mesh_of
 from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.core.ranks.weighted_step import Batch, rank_step, sum_of_losses

@@ -52,7 +52,7 @@ from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.collectives import exchange
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
 from recipes_lib.core.ranks.meshes import one_axis
-from recipes_lib.parallel._kept_bytes import STATES, Kept
+from recipes_lib.parallel._predicted_bytes import STATES, Kept
 from recipes_lib.parallel.pipeline_parallel.stage import Stage, drop_all_but, require_family
 from recipes_lib.parallel.pipeline_parallel.timed_actions import (
     BACKWARD,

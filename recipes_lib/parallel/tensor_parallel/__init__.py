@@ -59,7 +59,7 @@ from recipes_lib.core.model.causal_lm import decoder_blocks, norms_of, require_c
 from recipes_lib.core.ranks import world_size
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
-from recipes_lib.parallel._kept_bytes import STATES, Kept, kept_whole
+from recipes_lib.parallel._predicted_bytes import STATES, Kept, kept_whole
 from recipes_lib.parallel.tensor_parallel.loss import cut_causal_lm_loss
 from recipes_lib.parallel.tensor_parallel.styles import CutTable, WholeWeights
 

@@ -50,7 +50,7 @@ from recipes_lib.core.model.bytes_of_tensors import tensor_bytes, trainable_byte
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.ranks.agreement import agree
 from recipes_lib.core.ranks.meshes import one_axis
-from recipes_lib.parallel._kept_bytes import STATES, Kept, kept_whole, part_bytes, trained
+from recipes_lib.parallel._predicted_bytes import STATES, Kept, kept_whole, part_bytes, trained
 from recipes_lib.parallel._sharding import require_new_on_ranks, shard_ends
 
 STAGES = (1, 2, 3)

@@ -13,7 +13,7 @@ from recipes_lib.architecture.mixture_of_experts.parallel import (
     average_gradients,
 )
 from recipes_lib.core.ranks import group_device, world_size
-from recipes_lib.core.ranks.bytes_held import rank_bytes
+from recipes_lib.core.ranks.measured_bytes import rank_bytes
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.weighted_step import rank_step, sum_of_losses, tokens_of_all_ranks
 from recipes_lib.fine_tuning.qlora import apply_qlora

@@ -31,7 +31,7 @@ from recipes_lib.parallel import (
     tensor_parallel,
     zero,
 )
-from recipes_lib.parallel._kept_bytes import Kept, kept_whole
+from recipes_lib.parallel._predicted_bytes import Kept, kept_whole
 from recipes_lib.workflows.on_ranks.strategies import STRATEGIES
 
 PAIR = 2  # the ranks of a shard in HSDP, and of a cut in FSDP x TP

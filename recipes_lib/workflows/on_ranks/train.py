@@ -27,7 +27,7 @@ from recipes_lib.core.predict import predict
 from recipes_lib.core.predict.equation import plain_step, sharded
 from recipes_lib.core.predict.pretended_ranks import pretended_ranks
 from recipes_lib.core.ranks import group_device, world_size
-from recipes_lib.core.ranks.bytes_held import RankBytes, rank_bytes
+from recipes_lib.core.ranks.measured_bytes import RankBytes, rank_bytes
 from recipes_lib.core.ranks.run_result import RankRun
 from recipes_lib.core.ranks.traffic import Traffic, count_traffic
 from recipes_lib.core.ranks.weighted_step import Batch

@@ -12,7 +12,7 @@ import torch
 from recipes_lib.core.data import collate
 from recipes_lib.core.measure.machine import seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer, model_of_shape
-from recipes_lib.core.ranks.bytes_held import is_sharded
+from recipes_lib.core.ranks.measured_bytes import is_sharded
 from recipes_lib.fine_tuning.adapter_files import load_adapter
 from recipes_lib.workflows.finetune import command
 from tests.workflows.finetune.shared import finetune_here, settings

@@ -1,4 +1,4 @@
-"""What the arithmetic of the techniques here has in common: the bytes of a rank, by kind."""
+"""The arithmetic of what a rank keeps: predicted bytes of weights, gradients and states."""
 
 from __future__ import annotations
 

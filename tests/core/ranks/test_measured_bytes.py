@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes_lib.core.ranks.bytes_held import RankBytes, rank_bytes
+from recipes_lib.core.ranks.measured_bytes import RankBytes, rank_bytes
 from recipes_lib.core.ranks.meshes import default_mesh
 
 LAYER = 4 * (32 * 32 + 32)  # bytes of an nn.Linear(32, 32) in fp32
