@@ -24,9 +24,9 @@ from recipes_lib.architecture.mixture_of_experts.parallel import (
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.model.mixins import take_out
 from recipes_lib.core.ranks import rank
-from recipes_lib.core.ranks.measured_bytes import rank_bytes
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
+from recipes_lib.core.ranks.measured_bytes import rank_bytes
 from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.core.ranks.weighted_step import counted_tokens, rank_rows
 from tests.conftest import assert_near, run

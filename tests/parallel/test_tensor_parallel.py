@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.ranks import rank
-from recipes_lib.core.ranks.measured_bytes import rank_bytes
 from recipes_lib.core.ranks.collectives import sums_over_ranks
 from recipes_lib.core.ranks.gradient_norm import clip_gradients
+from recipes_lib.core.ranks.measured_bytes import rank_bytes
 from recipes_lib.core.ranks.meshes import default_mesh, mesh_of
 from recipes_lib.core.ranks.traffic import count_traffic
 from recipes_lib.core.ranks.weighted_step import counted_tokens, rank_rows

@@ -3,15 +3,15 @@
 A rank is one of the processes that train one model together; `rank_pool` and `torchrun` start them.
 A process that is alone is rank 0 of 1. What ranks do together:
 
-agreement      ranks that differ, or of which one fails: an error on all of them
-collectives    gather, scatter and exchange one tensor, sum a few numbers over ranks
-gradient_norm  clip by the norm of all gradients, of which each rank holds a part
-measured_bytes what one rank holds now: bytes of parameters, gradients and optimizer states
-meshes         places of the ranks along named axes
-rank_pool      ranks that stay alive: several functions on the same processes
-run_result     what a training run on several ranks leaves behind, as plain numbers
-traffic        what a step sends to other ranks: calls and bytes by kind of collective
-weighted_step  a rank's rows, and one optimizer step in which every token weighs the same
+agreement       ranks that differ, or of which one fails: an error on all of them
+collectives     gather, scatter and exchange one tensor, sum a few numbers over ranks
+gradient_norm   clip by the norm of all gradients, of which each rank holds a part
+measured_bytes  what one rank holds now: bytes of parameters, gradients and optimizer states
+meshes          places of the ranks along named axes
+rank_pool       ranks that stay alive: several functions on the same processes
+run_result      what a training run on several ranks leaves behind, as plain numbers
+traffic         what a step sends to other ranks: calls and bytes by kind of collective
+weighted_step   a rank's rows, and one optimizer step in which every token weighs the same
 """
 
 from __future__ import annotations

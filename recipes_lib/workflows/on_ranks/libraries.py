@@ -13,8 +13,8 @@ from recipes_lib.architecture.mixture_of_experts.parallel import (
     average_gradients,
 )
 from recipes_lib.core.ranks import group_device, world_size
-from recipes_lib.core.ranks.measured_bytes import rank_bytes
 from recipes_lib.core.ranks.collectives import sums_over_ranks
+from recipes_lib.core.ranks.measured_bytes import rank_bytes
 from recipes_lib.core.ranks.weighted_step import rank_step, sum_of_losses, tokens_of_all_ranks
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.parallel.data_parallel import apply_data_parallel
