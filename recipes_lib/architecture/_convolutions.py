@@ -20,7 +20,7 @@ BATCH_OF_NOISE = 64
 
 
 def rounded_channels(channels: float, *, divisor: int = 8, least: int | None = None) -> int:
-    """The multiple of `divisor` that is next to `channels`, and never less by more than 10 %.
+    """Channels of a convolution: the multiple of `divisor` next to `channels`, at most 10 % below.
 
     Machines compute whole vectors of channels. `least` is the smallest answer; None: `divisor`.
     """
@@ -33,7 +33,7 @@ def rounded_channels(channels: float, *, divisor: int = 8, least: int | None = N
 
 
 def seeded(make: Callable[[], Any], seed: int | None) -> Any:
-    """What `make()` returns with this seed. None: with the current random state, which moves."""
+    """The network that `make()` returns with this seed. None: with the current random state."""
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)

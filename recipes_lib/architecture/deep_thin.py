@@ -38,7 +38,7 @@ MULTIPLE_OF = 8  # of which the width of the feed-forward is a multiple
 
 
 def plain_block_weights(hidden: int, middle: int, kv_share: float) -> float:
-    """The weights of one Llama block: attention, feed-forward, two norms."""
+    """The weights of one block of a deep and thin Llama: attention, feed-forward, two norms."""
     attention = 2 * hidden**2 + 2 * kv_share * hidden**2  # q and o; k and v
     feed_forward = 3 * hidden * middle  # gate, up, down
     return attention + feed_forward + 2 * hidden
@@ -64,7 +64,7 @@ def choose_proportions(
     vocabulary: int,
     head_dim: int = 64,
 ) -> Proportions:
-    """The width that gives `layers` blocks about this many weights, tables and norms included."""
+    """The width of a deep and thin model: its `layers` blocks get about this many weights."""
     best = None
     for heads in itertools.count(1):
         hidden = heads * head_dim
@@ -111,7 +111,7 @@ def _from_usual(proportions: Proportions) -> float:
 
 
 def predicted_weights(proportions: Proportions, *, vocabulary: int) -> int:
-    """All weights of the model: one table, the blocks, the last norm."""
+    """All weights of a deep and thin model: one table, the blocks, the last norm."""
     kv_share = proportions.num_key_value_heads / proportions.num_attention_heads
     block = plain_block_weights(proportions.hidden_size, proportions.intermediate_size, kv_share)
     table = vocabulary * proportions.hidden_size

@@ -115,7 +115,7 @@ def initialise_(model: Any) -> Any:
 
 
 def replace_pooler(model: Any) -> Any:
-    """Let the mean over the last map be `AdaptiveAvgPool2d(1)`, in place; returns `model`.
+    """EfficientNet's mean over the last map becomes `AdaptiveAvgPool2d(1)`, in place.
 
     The output is the same for maps up to 1,280 pixels wide, which is any image. transformers takes
     the mean by a window of [D, D] pixels for D channels that reaches beyond the map: runtimes of

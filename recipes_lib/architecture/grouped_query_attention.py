@@ -95,7 +95,7 @@ def apply_grouped_query_attention(model: Any, *, kv_heads: int) -> Any:
 
 
 def _pooled(linear: nn.Linear, *, heads: int, groups: int) -> nn.Linear:
-    """The same projection with fewer heads; it trains if the given one does."""
+    """The projection of keys or values with fewer heads; it trains if the given one does."""
     features = linear.out_features // heads * groups
     options = {"device": linear.weight.device, "dtype": linear.weight.dtype}
     pooled = nn.Linear(linear.in_features, features, bias=linear.bias is not None, **options)
@@ -106,7 +106,7 @@ def _pooled(linear: nn.Linear, *, heads: int, groups: int) -> nn.Linear:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of the keys and values in the `past_key_values` of transformers."""
+    """Bytes of the cache that grouped heads leave: of the `past_key_values` of transformers."""
     tensors = []
     for layer in cache.layers:
         tensors += [layer.keys.contiguous(), layer.values.contiguous()]
@@ -128,7 +128,7 @@ def _grouped_attentions(causal: Any) -> dict[str, nn.Module]:
 
 
 def _check_heads(name: str, attention: nn.Module, heads: int) -> None:
-    """Some blocks of MiMo-V2-Flash have twice the heads: other ones would be neighbours."""
+    """Heads of a group are neighbours: in MiMo-V2-Flash some blocks have twice as many heads."""
     features = attention.k_proj.out_features
     head_dim = getattr(attention, "head_dim", features // heads)
     if features != heads * head_dim:
@@ -139,7 +139,7 @@ def _check_heads(name: str, attention: nn.Module, heads: int) -> None:
 
 
 def _require_loads_again(causal: Any) -> None:
-    """A norm for each head of keys (StableLM) would stay: no file would load again."""
+    """A norm for each pooled head of keys (StableLM) would stay: no file would load again."""
     with torch.device("meta"):
         twin = type(causal)(copy.deepcopy(causal.config))
     ours = {name: parameter.shape for name, parameter in causal.named_parameters()}
@@ -158,7 +158,7 @@ def _require_loads_again(causal: Any) -> None:
 def predicted_cache_bytes(
     model: Any, *, tokens: int, batch: int = 1, kv_heads: int | None = None
 ) -> int:
-    """Bytes of the KV cache after `tokens` tokens: 2 x layers x B x G x T x E elements.
+    """Bytes of the cache of grouped heads after `tokens` tokens: 2 x layers x B x G x T x E.
 
     A layer with a sliding window keeps one token less than its window.
 
@@ -177,7 +177,7 @@ def predicted_cache_bytes(
 
 
 def _tokens_with_keys(config: Any, tokens: int) -> list[int]:
-    """Of how many tokens each layer keeps the keys and values of its G heads."""
+    """Grouped-query attention keeps keys and values of so many tokens, layer by layer."""
     window = getattr(config, "sliding_window", None)
     if window is None:
         return [tokens] * config.num_hidden_layers

@@ -116,7 +116,7 @@ def mobile_net(
 
 
 def _keep_first(model: Any, blocks: int) -> None:
-    """The first blocks alone, in place, and a last convolution that takes their channels."""
+    """The first blocks of a MobileNet alone, and a last convolution that takes their channels."""
     trunk = model.mobilenet_v2
     del trunk.layer[blocks:]
     last = trunk.conv_1x1
@@ -154,14 +154,14 @@ def predicted_parameters(model: Any) -> int:
 
 
 def predicted_multiply_adds(model: Any, *, image_size: int) -> int:
-    """Multiply-adds of convolutions and the linear layer for one image of `image_size` pixels."""
+    """Multiply-adds of a MobileNetV2 and its linear layer for an image of `image_size` pixels."""
     return sum(
         layer.multiply_adds for layer in _mobile_net_work(model.config, image_size=image_size)
     )
 
 
 def _convolution(inputs: int, outputs: int, *, kernel: int = 1, side: int, groups: int = 1) -> Work:
-    """Every pixel of an output is a sum over the inputs of its group and the kernel's places."""
+    """The work of a convolution of MobileNet: each output sums over the inputs of its group."""
     weights = outputs * inputs // groups * kernel**2
     return Work(weights + 2 * outputs, weights * side**2)
 
@@ -199,7 +199,7 @@ def _blocks_of_mobile_net(config: Any) -> Iterator[tuple[int, int, int]]:
 
 
 def _block_count(config: Any) -> int:
-    """A configuration of transformers itself says nothing about it: there are always 16."""
+    """How many blocks a MobileNet has: a configuration of transformers does not say it."""
     return getattr(config, "blocks", len(STRIDES))
 
 

@@ -58,7 +58,7 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def centred(weight: Tensor, *, dim: int) -> Tensor:
-    """`weight` without its mean over the features of the residual stream, which are `dim`.
+    """`weight` without its mean over the `dim` features of the residual stream, for RMSNorm.
 
     What the matrix adds to the stream has the mean 0 then, whatever its input is.
     """
@@ -130,6 +130,7 @@ class RMSNorm(nn.Module):
     """RMSNorm in one call of PyTorch, with a bias if the LayerNorm that it replaces had one."""
 
     def __init__(self, hidden: int, *, eps: float = 1e-6, bias: bool = False) -> None:
+        """An RMSNorm of `hidden` features before training: weight 1, and bias 0 if there is one."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden))
         self.register_parameter("bias", None)
@@ -155,7 +156,7 @@ def _rms_norm_like(norm: nn.LayerNorm, *, keep_bias: bool) -> RMSNorm:
 
 
 def _layer_norms(causal: Any) -> list[nn.LayerNorm]:
-    """Those that read the residual stream: directly in a block, or beside the blocks."""
+    """The LayerNorms that read the residual stream: directly in a block, or beside the blocks."""
     hidden = causal.config.get_text_config().hidden_size
     parts = [*trunk(causal).children()]
     for block in decoder_blocks(causal):
@@ -166,7 +167,7 @@ def _layer_norms(causal: Any) -> list[nn.LayerNorm]:
 
 
 def _writers(causal: Any) -> list[nn.Module]:
-    """The modules whose output is added to the residual stream: embeddings, last projections."""
+    """What is centred for RMSNorm: embeddings, and projections whose output the stream gets."""
     hidden = causal.config.get_text_config().hidden_size
     writers = [module for module in causal.modules() if isinstance(module, nn.Embedding)]
     for block in decoder_blocks(causal):
@@ -179,7 +180,7 @@ def _writers(causal: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def _centre_writer(writer: nn.Module) -> None:
-    """Let what a layer adds to the residual stream have a mean of zero."""
+    """What a layer adds to the residual stream gets a mean of zero, as RMSNorm wants it."""
     # A Linear stores [out, in]. An embedding stores [V, D], and GPT-2's Conv1D [in, out].
     dim = 0 if isinstance(writer, nn.Linear) else 1
     for name, parameter in list(writer.named_parameters(recurse=False)):

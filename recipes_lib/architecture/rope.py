@@ -44,7 +44,7 @@ from recipes_lib.core.model.probe import proves
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Turn queries or keys x [B, H, S, E] by their positions [S] or [B, S].
+    """Turn queries or keys x [B, H, S, E] by their positions [S] or [B, S]: RoPE itself.
 
     Dimension i pairs with i + E/2, and its frequency is base ** (-2i / E): `frequencies` [E/2]. The
     product of a turned query and a turned key depends on the distance of their positions only.
@@ -97,7 +97,7 @@ def apply_rope_scaling(model: Any, *, kind: str, factor: float) -> Any:
 
 
 def _require_loadable(config: Any) -> None:
-    """Raise ValueError unless the configuration is the same one after saving and loading."""
+    """Raise ValueError unless the configuration of RoPE is the same after saving and loading."""
     loaded = type(config).from_dict(config.to_dict()).rope_parameters
     kind = config.rope_parameters["rope_type"]
     if loaded["rope_type"] != kind:
@@ -107,7 +107,7 @@ def _require_loadable(config: Any) -> None:
 
 
 def check_length(model: Any, seq_len: int) -> int:
-    """The longest text that the positions of `model` are meant for; ValueError beyond it."""
+    """The longest text that the rotary positions of `model` are meant for; ValueError beyond it."""
     allowed = longest_text(model.config)
     if seq_len <= allowed:
         return allowed
@@ -124,7 +124,7 @@ def check_length(model: Any, seq_len: int) -> int:
 
 
 def _trained_length(model: Any, known: dict[str, Any]) -> float:
-    """The longest text of the training, also of a model that is scaled."""
+    """The longest text of the training, also of a model whose RoPE is scaled."""
     longest = model.config.max_position_embeddings
     if known.get("rope_type") == "linear":
         longest /= known["factor"]

@@ -103,7 +103,7 @@ def _swiglu_like(mlp: nn.Module) -> SwiGLU:
     hidden, middle = features(first)
     bias = first.bias is not None
     width = matched_width(hidden, middle, bias=bias)
-    swiglu = SwiGLU(hidden, width, bias=bias, dropout=_dropout_of(mlp))
+    swiglu = SwiGLU(hidden, width, bias=bias, dropout=_dropout_of_mlp(mlp))
     spreads = {
         swiglu.gate_proj: first.weight.std().item(),
         swiglu.up_proj: first.weight.std().item(),
@@ -120,7 +120,7 @@ def _swiglu_like(mlp: nn.Module) -> SwiGLU:
 
 
 def _name_of_mlp(block: nn.Module) -> str:
-    """The part of a block that goes from D to F and back, in two projections."""
+    """The part of a block that SwiGLU replaces: from D to F and back, in two projections."""
     for name, part in block.named_children():
         if _projections(part):
             return name
@@ -131,7 +131,7 @@ def _name_of_mlp(block: nn.Module) -> str:
 
 
 def _projections(part: nn.Module) -> list[nn.Module]:
-    """The two projections of an MLP; empty if `part` is something else."""
+    """The two projections of an MLP that a SwiGLU can replace; empty for anything else."""
     linears = [module for module in part.modules() if is_linear(module)]
     if len(linears) != 2:
         return []
@@ -142,7 +142,7 @@ def _projections(part: nn.Module) -> list[nn.Module]:
     return linears
 
 
-def _dropout_of(mlp: nn.Module) -> float:
+def _dropout_of_mlp(mlp: nn.Module) -> float:
     inside = [module.p for module in mlp.modules() if isinstance(module, nn.Dropout)]
     if inside:
         return inside[-1]

@@ -108,7 +108,7 @@ def untie_embeddings(model: Any) -> Any:
 
 
 def _configure(causal: Any, *, tied: bool) -> None:
-    """Write it into the configuration, and let transformers tie or not, as that says now."""
+    """Write into the configuration whether tables are tied, and let transformers follow it."""
     causal.config.tie_word_embeddings = tied
     if tied and not _tied_names(causal):
         raise ValueError("this family has no way to tie its output layer, so no file would")

@@ -33,7 +33,7 @@ def compiled_flex_attention(q: torch.Tensor, *args: Any, **options: Any) -> torc
 
 
 def _require_bf16(q: torch.Tensor) -> None:
-    """On a card without bf16 PyTorch emulates it: it warns, compiles nothing, runs plain code."""
+    """FlexAttention needs bf16 on the card: where PyTorch emulates it, it runs plain code."""
     if q.device.type != "cuda" or q.dtype is not torch.bfloat16:
         return
     major, minor = torch.cuda.get_device_capability(q.device)

@@ -25,7 +25,7 @@ def selects_keys(model: Any) -> bool:
 
 
 def refuse_other_scores(model: Any) -> None:
-    """Raise ValueError for what a few tokens of a new model do not show: an indexer, and a cap."""
+    """Raise ValueError for scores that another kernel leaves out: of an indexer, under a cap."""
     if selects_keys(model):
         raise ValueError("an indexer selects the keys of each query, which would be left out")
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
@@ -36,7 +36,7 @@ def refuse_other_scores(model: Any) -> None:
 def refuse_what_is_left_out(
     kernel: str, given: dict[str, Any], *names: str, dropout: float
 ) -> None:
-    """Raise ValueError for one of `OPTIONS` or of these names among the given, or for dropout."""
+    """Raise ValueError for what another kernel leaves out: `OPTIONS`, these names, and dropout."""
     asked = []
     for name in (*OPTIONS, *names):
         value = given.get(name)
@@ -52,7 +52,7 @@ def refuse_what_is_left_out(
 
 
 def under_autocast(*tensors: Tensor) -> list[Tensor]:
-    """Queries, keys and values in the dtype of autocast, as PyTorch's own attention takes them.
+    """Queries, keys and values in the dtype of autocast, which another kernel would leave out.
 
     Rotary embeddings and norms of heads leave queries and keys in fp32, beside values in 16 bits.
     """

@@ -131,7 +131,7 @@ def fused_attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> Any:
-    """What transformers calls in every layer, in a model with one of our two kernels."""
+    """Flash attention, as transformers calls it in every layer, by one of our two kernels."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -182,7 +182,7 @@ def _mask_for_flash(
 
 
 class Ability(NamedTuple):
-    """What a kernel can compute."""
+    """What a kernel of attention can compute."""
 
     generations: range  # of CUDA devices: the first number of the compute capability; 0 is a CPU
     largest_head: int  # E
@@ -202,7 +202,7 @@ KERNELS: dict[str, Ability] = {
 
 
 class Kernel(NamedTuple):
-    """The kernel that was chosen."""
+    """The kernel of attention that was chosen."""
 
     implementation: str  # its name in transformers
     why: str
@@ -224,7 +224,7 @@ def best_kernel(model: Any, *, dtype: torch.dtype | None = None) -> Kernel:
 
 
 def _what_keeps_kernel(model: Any, kernel: str, dtype: torch.dtype | None) -> str | None:
-    """What keeps `kernel` from computing this model here; None if nothing does."""
+    """What keeps `kernel` from computing the attention of this model here; None if nothing does."""
     able = KERNELS[kernel]
     config = model.config.get_text_config()
     cap = getattr(config, "attn_logit_softcapping", None)
@@ -251,7 +251,7 @@ def _what_keeps_kernel(model: Any, kernel: str, dtype: torch.dtype | None) -> st
 
 
 def _largest_head(model: Any) -> int:
-    """The width of the widest head, which may differ from layer to layer (Gemma 4)."""
+    """The widest head, which a flash kernel has to take; layers may differ (Gemma 4)."""
     config = model.config.get_text_config()
     if getattr(config, "is_heterogeneous", False):
         modules = decoder_blocks(model).modules()
@@ -277,7 +277,7 @@ def _is_installed(kernel: str) -> bool:
 
 
 def _is_supported(model: Any, kernel: str) -> bool:
-    """Whether the model's code can use the kernel at all."""
+    """Whether the model's code can use this kernel of attention at all."""
     if kernel.startswith("flash_attention"):
         return model._supports_flash_attn
     # Gemma 2 says that SDPA cannot compute it, and means its cap, which is judged apart.

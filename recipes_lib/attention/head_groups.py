@@ -106,7 +106,7 @@ class InHeadGroups:
     head_groups: int
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What the layer does with all heads: [B, S, D] -> ([B, S, D], no attention weights)."""
+        """What attention does with all heads, by groups: [B, S, D] -> ([B, S, D], no weights)."""
         has_cache = len(caches_among(args, kwargs)) > 0
         if has_cache and generates(self, args, kwargs):
             return super().forward(hidden_states, *args, **kwargs)
@@ -172,7 +172,7 @@ def _share_of(features: int, group: int, groups: int) -> slice:
 
 
 def _some_rows(projection: nn.Module, rows: slice, x: Tensor) -> Tensor:
-    """The outputs `rows` of a projection of x [B, S, D]: [B, S, rows]."""
+    """What a group of heads gets of a projection, its outputs `rows`: [B, S, D] -> [B, S, rows]."""
     base = getattr(projection, "base_layer", projection)
     bias = base.bias
     if bias is not None:
@@ -185,7 +185,7 @@ def _some_rows(projection: nn.Module, rows: slice, x: Tensor) -> Tensor:
 
 
 def _some_columns(projection: nn.Module, columns: slice, x: Tensor, *, with_bias: bool) -> Tensor:
-    """What the inputs `columns` of a projection give: x [B, S, columns] -> [B, S, D]."""
+    """What a group of heads gives to a projection, its inputs `columns`: -> [B, S, D]."""
     base = getattr(projection, "base_layer", projection)
     bias = None
     if with_bias:
@@ -198,7 +198,7 @@ def _some_columns(projection: nn.Module, columns: slice, x: Tensor, *, with_bias
 
 
 def _product_of_rows(base: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x times `weight` transposed, as the whole layer does it."""
+    """x times the rows of `weight` of a group of heads, as the whole layer does it."""
     if not _in_four_bits(base):
         return F.linear(x, weight, bias)
     dtype = x.dtype
@@ -210,12 +210,12 @@ def _product_of_rows(base: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def _small(x: Tensor, down: Tensor, scaling: float) -> Tensor:
-    """What an adapter hands on: [B, S, r], scaled while it is small."""
+    """What an adapter hands on to a group of heads: [B, S, r], scaled while it is small."""
     return scaling * F.linear(x.to(down.dtype), down)
 
 
 def _adapter(projection: Any) -> tuple[Tensor, Tensor, float]:
-    """The two matrices of a LoRA adapter, [r, in] and [out, r], and its scale."""
+    """The adapter that groups of heads divide: its matrices [r, in] and [out, r], and its scale."""
     (name,) = projection.active_adapters
     down = projection.lora_A[name].weight  # [r, in]
     up = projection.lora_B[name].weight  # [out, r]
@@ -223,7 +223,7 @@ def _adapter(projection: Any) -> tuple[Tensor, Tensor, float]:
 
 
 def plain_weight_of(base: nn.Module) -> Tensor:
-    """The weight [out, in] of a plain layer, or of one in four bits, unpacked."""
+    """The weight [out, in] of which groups of heads take rows; one in four bits is unpacked."""
     if not _in_four_bits(base):
         return base.weight
     functional = require("bitsandbytes").functional
@@ -238,7 +238,7 @@ def _in_four_bits(base: nn.Module) -> bool:
 
 
 def _attentions_of_blocks(model: Any) -> list[nn.Module]:
-    """The attention layers of the blocks."""
+    """The attention layers of the blocks, which are to work by groups of heads."""
     found = []
     for block in decoder_blocks(model):
         for module in block.children():

@@ -43,7 +43,7 @@ app.command()(finetune)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command in `arguments`, or in the command line; ends with the exit status.
+    """Run the command that `arguments`, or the command line, name; ends with the exit status.
 
     What a user can put right (a wrong value, a missing package, too little memory, a full disk) is
     one line and status 1. Everything else is a defect of ours and shows its traceback.
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _can_be_put_right(error: Exception) -> bool:
+    """Whether the user of a command can put the error right: then one line is enough."""
     if isinstance(error, OSError):
         return error.errno in OF_THE_MACHINE
     # Asked only when an error is here, so torch is imported already, or is not what raised it.

@@ -56,7 +56,7 @@ def doctor(
 
 
 def shape_named(name: str) -> str | None:
-    """The shape that a name means, or None: "meta-llama/Llama-3.1-70B-Instruct" is one of them.
+    """The shape that the doctor's option names, or None: "meta-llama/Llama-3.1-70B-Instruct".
 
     So a gated model needs no login: the weights do not matter here.
     """
@@ -72,7 +72,7 @@ def shape_named(name: str) -> str | None:
 
 
 def _model(name: str, dtype: str) -> Any:
-    """The model to do arithmetic on. It takes no memory: its weights have no data."""
+    """The model that the doctor does arithmetic on, with weights that have no data."""
     import torch
 
     from recipes_lib.core.model import model_of_shape, model_without_weights

@@ -152,7 +152,7 @@ def _ranks_of_torchrun() -> Iterator[None]:
 
 
 def _settings(options: dict[str, Any]) -> Settings:
-    """What the options say, and the values of this machine and method where they say nothing."""
+    """What the options of `finetune` say; else the values of this machine and method."""
     import torch
 
     from recipes_lib.core.measure.machine import machine

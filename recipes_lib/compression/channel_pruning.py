@@ -109,7 +109,7 @@ def channel_importance(model: Any, images: Tensor) -> dict[str, Tensor]:
 
 
 def choose_channels(importance: Mapping[str, Tensor], *, share: float) -> dict[str, Tensor]:
-    """For each name the channels that stay, in rising order: those with the largest importance."""
+    """For each name the channels that pruning leaves, in rising order: the most important."""
     check_number(above=0, below=1, share=share)
     kept = {}
     for name, values in importance.items():
@@ -124,7 +124,7 @@ def choose_channels(importance: Mapping[str, Tensor], *, share: float) -> dict[s
 
 
 class Inner(NamedTuple):
-    """The channels inside of a block: the layers that make them, and the one that reads them."""
+    """The channels inside of a block that can be pruned: what makes them, and what reads them."""
 
     makers: tuple[nn.Module, ...]  # a convolution and its normalization each
     reader: nn.Module  # a 1 x 1 convolution or the classifier
@@ -155,14 +155,14 @@ def _keep_output_channels(layer: Any, kept: Tensor) -> None:
     """Leave these output channels to a convolution and to its norm."""
     convolution = layer.convolution
     depthwise = convolution.groups > 1
-    convolution.weight = _part_of_weight(convolution.weight, kept, dim=0)
+    convolution.weight = _kept_channels_of(convolution.weight, kept, dim=0)
     convolution.out_channels = len(kept)
     if depthwise:  # each filter reads the channel that it makes
         convolution.in_channels = len(kept)
         convolution.groups = len(kept)
     norm = layer.normalization
-    norm.weight = _part_of_weight(norm.weight, kept, dim=0)
-    norm.bias = _part_of_weight(norm.bias, kept, dim=0)
+    norm.weight = _kept_channels_of(norm.weight, kept, dim=0)
+    norm.bias = _kept_channels_of(norm.bias, kept, dim=0)
     norm.running_mean = norm.running_mean[kept].clone()
     norm.running_var = norm.running_var[kept].clone()
     norm.num_features = len(kept)
@@ -170,14 +170,14 @@ def _keep_output_channels(layer: Any, kept: Tensor) -> None:
 
 @torch.no_grad()
 def _keep_input_channels(reader: nn.Module, kept: Tensor) -> None:
-    reader.weight = _part_of_weight(reader.weight, kept, dim=1)
+    reader.weight = _kept_channels_of(reader.weight, kept, dim=1)
     if isinstance(reader, nn.Linear):
         reader.in_features = len(kept)
     else:
         reader.in_channels = len(kept)
 
 
-def _part_of_weight(parameter: nn.Parameter, kept: Tensor, *, dim: int) -> nn.Parameter:
+def _kept_channels_of(parameter: nn.Parameter, kept: Tensor, *, dim: int) -> nn.Parameter:
     part = parameter.detach().index_select(dim, kept).clone()
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
@@ -186,6 +186,7 @@ def _part_of_weight(parameter: nn.Parameter, kept: Tensor, *, dim: int) -> nn.Pa
 
 
 def _require_mobile_net(model: Any) -> None:
+    """Raise ValueError for a network whose channels are not pruned here."""
     if not hasattr(model, "mobilenet_v2"):
         raise ValueError(
             f"{type(model).__name__} is no MobileNetV2 classifier of transformers: for other "

@@ -78,7 +78,7 @@ def apply_pruning(model: Any, *, share: float, scope: str = "model") -> Any:
             raise ValueError(
                 f"share={share} leaves no weight of {name}: give less, or scope='layer'"
             )
-    return _with_masks(model, layers, masks)
+    return _with_pruning_masks(model, layers, masks)
 
 
 def remove_pruning(model: Any) -> Any:
@@ -105,7 +105,7 @@ def zero_share(model: nn.Module) -> float:
 
 
 def compressed_bytes(model: nn.Module) -> int:
-    """The bytes of the model's state after zlib, which is what zip and gzip do, measured."""
+    """The bytes of a pruned model's state after zlib, which is what zip and gzip do, measured."""
     if _pruned_layers(model):
         raise ValueError("the weights behind the masks are no zeros: call remove_pruning(model)")
     file = io.BytesIO()
@@ -125,7 +125,7 @@ class _MaskOfWeight(nn.Module):
 
 
 def _masks_of_model(layers: dict[str, nn.Module], share: float) -> dict[str, Tensor]:
-    """One order of all weights, and each layer's part of the mask."""
+    """Pruning by one order of all weights: each layer's part of the mask."""
     weights = [layer.weight.detach() for layer in layers.values()]
     device = weights[0].device
     whole = plain_mask(torch.cat([weight.flatten().to(device) for weight in weights]), share)
@@ -136,7 +136,7 @@ def _masks_of_model(layers: dict[str, nn.Module], share: float) -> dict[str, Ten
     return masks
 
 
-def _with_masks(model: Any, layers: dict[str, nn.Module], masks: dict[str, Tensor]) -> Any:
+def _with_pruning_masks(model: Any, layers: dict[str, nn.Module], masks: dict[str, Tensor]) -> Any:
     for name, layer in layers.items():
         parametrize.register_parametrization(layer, "weight", _MaskOfWeight(masks[name]))
     if hasattr(model, "save_pretrained") and "save_pretrained" not in vars(model):
@@ -155,7 +155,7 @@ def _refuse_to_save_masks(*_: Any, **__: Any) -> None:
 
 
 def _layers_to_prune(model: Any) -> dict[str, nn.Module]:
-    """The layers whose weights are masked, by name. Raises ValueError where it may not be."""
+    """The layers whose weights pruning masks, by name. Raises ValueError where it may not be."""
     if hasattr(model, "peft_config"):  # an adapter of zeros never learns
         raise ValueError("the model has adapters: prune it before, or after merge_and_unload()")
     refuse_quantized(model, way_out="prune the model before that")
@@ -182,7 +182,7 @@ def _require_all_matrices(model: nn.Module) -> None:
 
 
 def _shared_weights(model: nn.Module) -> set[str]:
-    """Names of modules whose weight belongs to another module, too."""
+    """What pruning cannot mask: modules whose weight belongs to another module, too."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")  # without computing one that is made of others
@@ -205,7 +205,7 @@ def _pruned_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def predicted_compressed_share(*, share: float) -> float:
-    """The size of the best compressed file in fp32, to the file without zeros.
+    """The best compressed file of a pruned model in fp32, as a share of the file without zeros.
 
     What stays needs its bits, and to say which weights stay takes the entropy of the mask,
     H(share) = -share log2 share - (1 - share) log2 (1 - share), at most one bit per weight. A real

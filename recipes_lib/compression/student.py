@@ -58,7 +58,7 @@ def plain_student(teacher: Any, blocks: Sequence[int]) -> Any:
 
 @torch.no_grad()
 def plain_influence(hidden_states: Sequence[Tensor]) -> list[float]:
-    """Of L blocks, from the L + 1 hidden states [B, S, D] before, between and after them.
+    """What each of a teacher's L blocks does, from L + 1 hidden states [B, S, D] around them.
 
     The last of transformers' `output_hidden_states` is no such state: it comes from behind the
     final norm, and would give the last block an influence that is not its own.
@@ -103,7 +103,7 @@ def make_student(teacher: Any, *, blocks: Sequence[int]) -> Any:
 
 
 def choose_blocks(influence: Sequence[float], *, keep: int) -> list[int]:
-    """The numbers of the `keep` blocks with most influence, in rising order."""
+    """The blocks of the teacher that stay: the `keep` ones with most influence, in rising order."""
     by_influence = sorted(range(len(influence)), key=lambda number: -influence[number])
     return sorted(by_influence[:keep])
 
@@ -112,7 +112,7 @@ def choose_blocks(influence: Sequence[float], *, keep: int) -> list[int]:
 
 
 def block_influence(model: Any, batches: Batches) -> list[float]:
-    """What each block does to the text: 1 - the mean cosine of its input and its output."""
+    """What each block of a teacher does to the text: 1 - the mean cosine of input and output."""
     require_causal_lm(model)
     sums = [0.0] * len(decoder_blocks(model))
     positions = 0
@@ -121,6 +121,7 @@ def block_influence(model: Any, batches: Batches) -> list[float]:
     def add_influence(
         number: int, _block: nn.Module, args: tuple, kwargs: dict, output: Any
     ) -> None:
+        """Add what a block of the teacher does to this batch."""
         before = args[0] if args else kwargs["hidden_states"]
         after = output[0] if isinstance(output, tuple) else output
         cosine = torch.cosine_similarity(before.float(), after.float(), dim=-1)  # [B, S]
@@ -150,7 +151,7 @@ PLACE = {"training", "layer_idx"}
 
 
 def _require_no_shared_keys(teacher: Any) -> None:
-    """Blocks that read the keys of another one would read those of a third."""
+    """A student's blocks that read the keys of another one would read those of a third."""
     if getattr(teacher.config.get_text_config(), "num_kv_shared_layers", 0):
         raise ValueError(
             f"blocks of {type(teacher).__name__} share keys and values with others: "
@@ -171,7 +172,7 @@ def _smaller_config(teacher: Any, blocks: Sequence[int]) -> Any:
 
 
 def _empty_model(teacher: Any, config: Any) -> Any:
-    """A model of this configuration, on the teacher's device and in its dtype.
+    """A student without values of its own, on the teacher's device and in its dtype.
 
     Its weights are drawn, and then replaced. The random stream stays where it is.
     """
@@ -214,7 +215,7 @@ def _require_same_settings(student: Any, teacher: Any, blocks: Sequence[int]) ->
 
 
 def _settings_of_block(block: nn.Module) -> dict[str, Any]:
-    """The plain attributes of all modules in a block, but those of its place."""
+    """The settings of a teacher's block: plain attributes of modules, but those of its place."""
     found = {}
     for name, module in block.named_modules():
         for attribute, value in vars(module).items():

@@ -82,7 +82,7 @@ class Grouped:
     """What is mixed into the experts of a block."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, D], and the k experts of each token [T, k] with their shares [T, k] -> [T, D]."""
+        """All experts at once: [T, D], k experts of each token [T, k] and shares -> [T, D]."""
         return grouped_experts(
             hidden_states,
             top_k_index,
@@ -115,7 +115,7 @@ def grouped_experts(
 
 
 def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """x [R, I], weights [E, O, I] -> [R, O]: each group of rows with the weights of its expert."""
+    """x [R, I], weights of all experts [E, O, I] -> [R, O]: each group of rows meets one expert."""
     if torch.is_autocast_enabled(x.device.type):
         # A linear layer is cast by autocast, a grouped product is not.
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -129,7 +129,7 @@ def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_grouped_product(x: Tensor, weights: Tensor) -> bool:
-    """Whether PyTorch has one here: since 2.10, on CPUs and Ampere or newer, for aligned rows."""
+    """Whether PyTorch has a grouped product of experts here: since 2.10, for aligned rows."""
     if not hasattr(nn.functional, "grouped_mm") or len(x) == 0:
         return False
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
@@ -211,7 +211,7 @@ def require_plain_experts(modules: list[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class MixtureParameters:
-    """How many weights there are: all of them take memory, the active ones time."""
+    """How many weights a mixture has: all of them take memory, the active ones time."""
 
     total: int
     active: int  # that one token meets

@@ -75,7 +75,7 @@ class _Shared:
     """What is mixed into the experts of a block when ranks share them."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, D], and the k experts of each token [T, k] with their shares [T, k] -> [T, D]."""
+        """Tokens [T, D] go to the ranks of their k experts and back, with their shares [T, k]."""
         mesh = self.gate_up_proj.device_mesh
         gate_up = _averaged(self.gate_up_proj)  # [E/N, 2F, D]
         down = _averaged(self.down_proj)  # [E/N, D, F]
@@ -102,7 +102,7 @@ class _Shared:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """After backward: the mean over ranks of all gradients but those of DTensors, in place.
+    """After backward with shared experts: the mean over ranks of all gradients but DTensors'.
 
     With several micro-batches call it once, after the last backward.
     """
@@ -140,7 +140,7 @@ def _exchanged_counts(chosen: Tensor, per_rank: int, mesh: DeviceMesh) -> tuple[
 
 
 def _exchange(rows: Tensor, receive: list[int], send: list[int], mesh: DeviceMesh) -> Tensor:
-    """Rows to all ranks and from all ranks; backward takes the way back."""
+    """Rows go to the ranks of their experts, others come; backward takes the way back."""
     group = mesh.get_group()
     return wait_tensor(all_to_all_single_autograd(rows.contiguous(), receive, send, group))
 

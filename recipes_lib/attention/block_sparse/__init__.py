@@ -159,7 +159,7 @@ def block_pattern(*, seq_len: int, **pattern: int | None) -> list[list[int]]:
 
 
 def _blocks_read_by(own: int, pattern: Pattern) -> list[int]:
-    """The blocks of keys that block `own` of the queries reads."""
+    """The blocks of keys that block `own` of the queries reads in the pattern."""
     first_local = max(0, own - pattern.local + 1)
     reads = {*range(first_local, own + 1)}
     reads.update(range(min(pattern.global_blocks, own)))
@@ -179,7 +179,7 @@ def _block_sparse_by_flex(
     """The kernel for CUDA: PyTorch's FlexAttention, compiled for the pattern."""
 
     # As it is compiled, no [S, S] tensor is ever made of this rule.
-    def reads(row, head, query, key):
+    def reads_in_pattern(row, head, query, key):
         allowed = _pattern_reads(query, key, pattern)
         if documents is None:
             return allowed
@@ -189,7 +189,7 @@ def _block_sparse_by_flex(
     if documents is not None:
         rows = len(q)  # ... unless their documents differ
     length = q.shape[2]
-    mask = compiled_block_mask(reads, rows, None, length, length, device=q.device)
+    mask = compiled_block_mask(reads_in_pattern, rows, None, length, length, device=q.device)
     return compiled_flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
 
 
@@ -220,7 +220,7 @@ def _attend_in_blocks(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer -> [B, S, H, E], and no attention weights."""
+    """Block-sparse attention, as transformers calls it in every layer -> [B, S, H, E]."""
     documents = attention_mask
     refuse_what_is_left_out("block-sparse attention", options, "position_bias", dropout=dropout)
     if documents is not None and documents.ndim != 2:
@@ -248,7 +248,7 @@ def _documents(
     device: torch.device,
     **options: Any,
 ) -> Tensor | None:
-    """What transformers calls for its mask: ids of the documents [B, S], or None for one per row.
+    """What transformers calls for the mask of a pattern: ids of documents [B, S], or None for one.
 
     `mask_function(row, head, query, key)` is the rule by which transformers would make the mask.
     """

@@ -27,7 +27,7 @@ from recipes_lib.core.model.second_derivatives import first_derivatives_only
 
 
 class Call(NamedTuple):
-    """One call of the dense kernel."""
+    """One call of the dense kernel, for some blocks of queries."""
 
     rows: slice  # of the batch
     queries: Tensor  # [g, r], positions in the row
@@ -49,7 +49,7 @@ class BlocksOnCPU(torch.autograd.Function):
         block_size: int,
         reads: list[list[int]],  # for each block of queries the blocks of keys
     ) -> Tensor:
-        """q [B, H, S, E], k and v [B, K, S, E] -> [B, H, S, E], some blocks of queries a call."""
+        """Some sparse blocks a call: q [B, H, S, E], k and v [B, K, S, E] -> [B, H, S, E]."""
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         groups = k.shape[1]
         out = torch.empty_like(q)  # [B, H, S, E]
@@ -76,7 +76,7 @@ class BlocksOnCPU(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The same calls once more, each for its gradients of q, k and v."""
+        """The same calls of sparse blocks once more, each for its gradients of q, k and v."""
         q, k, v, documents, out, log_sums = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         groups = k.shape[1]
@@ -106,7 +106,7 @@ class BlocksOnCPU(torch.autograd.Function):
 def kernel_calls(
     q: Tensor, k: Tensor, documents: Tensor | None, block_size: int, reads: list[list[int]]
 ) -> Iterator[Call]:
-    """The calls that together compute all blocks of queries."""
+    """The calls of the CPU's kernel that together compute all blocks of queries."""
     S = q.shape[2]
     heads_per_key = q.shape[1] // k.shape[1]  # G
     # Without documents all rows of the batch are read alike, and share their calls.
@@ -133,7 +133,7 @@ def kernel_calls(
 def _blocks_of_equal_size(
     ids: Tensor, block_size: int, reads: list[list[int]]
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """Positions of the queries [r] and keys [n] of each block, those of equal r and n together."""
+    """Positions of queries [r] and keys [n] of sparse blocks, those of equal r and n together."""
     S = len(ids)
     by_size = defaultdict(list)
     for block, blocks_of_keys in enumerate(reads):
@@ -149,7 +149,7 @@ def _blocks_of_equal_size(
 
 
 def _mask_of_blocks(queries: Tensor, keys: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[g, r] and [g, n] -> [g, r, n]: -inf for later keys and for those of other documents."""
+    """Sparse blocks [g, r] and [g, n] -> [g, r, n]: -inf for later keys and for other documents."""
     later = keys[:, None] > queries[..., None]
     other_document = ids[keys][:, None] != ids[queries][..., None]
     hidden = later | other_document
@@ -157,7 +157,7 @@ def _mask_of_blocks(queries: Tensor, keys: Tensor, ids: Tensor, dtype: torch.dty
 
 
 def _gather_blocks(x: Tensor, at: Tensor, groups: int) -> Tensor:
-    """x [B, H, S, …] at the positions [g, r] -> [B*K, g, G*r, …].
+    """Sparse blocks of x [B, H, S, …] at the positions [g, r] -> [B*K, g, G*r, …].
 
     Heads of queries that share a head of keys become one matrix: they meet the same keys.
     """
@@ -170,7 +170,7 @@ def _gather_blocks(x: Tensor, at: Tensor, groups: int) -> Tensor:
 
 
 def _ungather_blocks(part: Tensor, at: Tensor, groups: int) -> Tensor:
-    """The way back: [B*K, g, G*r, …] -> [B, H, g*r, …], in the order of `at.flatten()`."""
+    """Sparse blocks go back: [B*K, g, G*r, …] -> [B, H, g*r, …], in the order of `at.flatten()`."""
     part = part.unflatten(0, (-1, groups))  # [B, K, g, G*r, …]
     part = part.unflatten(3, (-1, at.shape[1]))  # [B, K, g, G, r, …]
     part = part.transpose(2, 3)  # [B, K, G, g, r, …]

@@ -81,7 +81,7 @@ def plain_sliding_window(q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks:
 
 
 class Reach(NamedTuple):
-    """How far an attention module reads: its attribute `reach`, which a saved model has not."""
+    """How far a module with a window reads: its attribute `reach`, which a saved model has not."""
 
     window: int | None  # the last tokens; None for all
     sinks: int = 0  # the first tokens
@@ -167,7 +167,7 @@ def sliding_window_attention(
 
 
 def _flex_is_fast(device: torch.device) -> bool:
-    """Whether FlexAttention is compiled here, and has good kernels: from Ampere on."""
+    """Whether FlexAttention is fast for a window: compiled here, with good kernels (Ampere)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     return find_spec("triton") is not None
@@ -180,10 +180,12 @@ def _flex_is_fast(device: torch.device) -> bool:
 def _window_by_flex(
     length: int, window: int, sinks: int, device: torch.device, dry_run: Any
 ) -> Callable[..., Tensor]:
-    def reads(batch, head, query, key):
+    """FlexAttention under a window and its `sinks`, for texts of one length."""
+
+    def reads_in_window(batch, head, query, key):
         return (key <= query) & ((key > query - window) | (key < sinks))
 
-    mask = compiled_block_mask(reads, None, None, length, length, device=device)
+    mask = compiled_block_mask(reads_in_window, None, None, length, length, device=device)
     return functools.partial(compiled_flex_attention, block_mask=mask)
 
 
@@ -191,7 +193,7 @@ def _window_by_flex(
 
 
 def _causal_attentions(model: Any) -> list[tuple[int, nn.Module]]:
-    """The attention modules of the blocks, each with the number of its block."""
+    """The attention modules that can have a window, each with the number of its block."""
     found = []
     for layer, block in enumerate(decoder_blocks(model)):
         causal = [module for module in block.modules() if getattr(module, "is_causal", False)]
@@ -200,7 +202,7 @@ def _causal_attentions(model: Any) -> list[tuple[int, nn.Module]]:
 
 
 def _refuse_other_masks(model: Any) -> None:
-    """Raise ValueError for a mask that a few tokens do not show, such as one of chunks."""
+    """Raise ValueError for masks beside a window that few tokens do not show, as of chunks."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     for layer, _ in _causal_attentions(model):
@@ -230,7 +232,7 @@ def _windowed_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer -> [B, Q, H, E], and no attention weights."""
+    """Attention in a window, as transformers calls it in every layer -> [B, Q, H, E]."""
     if not hasattr(module, "reach"):  # only the configuration was copied from another model
         raise ValueError(
             "this model has the attention of a sliding window and no window: call "
@@ -286,7 +288,7 @@ def _no_mask_for_window(
 
 
 def predicted_speedup(*, seq_len: int, window: int) -> float:
-    """How many times fewer scores than full causal attention computes: S / (2.5 W) in the limit."""
+    """How many times fewer scores a window has than full attention: S / (2.5 W) in the limit."""
     block = block_length(window, 0)
     blocks, rest = divmod(max(0, seq_len - window), block)
     causal_head = min(seq_len, window) ** 2 / 2

@@ -34,7 +34,7 @@ from torch._guards import active_fake_mode
 def banded_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks: int, scale: float | None
 ) -> Tensor:
-    """Token i reads i - window + 1 … i and the first `sinks`: [B, H, S, E], for any device.
+    """In a band: token i reads i - window + 1 … i and the first `sinks`: [B, H, S, E], any device.
 
     q [B, H, S, E], k and v [B, KV, S, E].
     """
@@ -62,7 +62,7 @@ def banded_attention(
 
 
 def block_length(window: int, sinks: int) -> int:
-    """C, the queries of a block: small blocks compute few scores that the mask then hides.
+    """C, the queries of a block of the band: in small blocks the mask hides few scores.
 
     With less than 64 queries the kernel's tiles would be partly empty. With sinks, of which every
     block has a copy, blocks are longer and so fewer.
@@ -73,7 +73,7 @@ def block_length(window: int, sinks: int) -> int:
 
 
 def _head_of_text(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Causal attention of the first window + sinks tokens, q [B, H, head, E] -> [B, head, H, E].
+    """Before the band: causal attention of the first window + sinks tokens -> [B, head, H, E].
 
     None of them is further than a window from the end of the sinks: they read all before them.
     """
@@ -101,7 +101,7 @@ def _blocks_of_queries(
     sinks: int,
     scale: float | None,
 ) -> Tensor:
-    """The queries q [B, H, N*C, E], the first of which stands at `start`, -> [B, N*C, H, E].
+    """Blocks of the band: queries q [B, H, N*C, E], from `start` on -> [B, N*C, H, E].
 
     The blocks become the heads of one SDPA call. The G heads of queries that share a head of keys
     stand below each other in a block, as one matrix of G*C rows.
@@ -138,7 +138,7 @@ def _blocks_of_queries(
 
 
 def _windows_of(x: Tensor, *, start: int, end: int, block: int, window: int, sinks: int) -> Tensor:
-    """What each block of the queries from `start` to `end` reads: [B*KV, N, sinks + W + C, E]."""
+    """What each block of the band reads, from `start` to `end`: [B*KV, N, sinks + W + C, E]."""
     near = x[:, :, start - window : end]  # [B, KV, W + N*C, E]
     near = near.flatten(0, 1)  # [B*KV, W + N*C, E]
     # Windows of W + C keys, the next one C further: they overlap, and are a view into K.
@@ -154,7 +154,7 @@ def _windows_of(x: Tensor, *, start: int, end: int, block: int, window: int, sin
 
 
 def band(queries: int, keys: int, window: int, sinks: int, device: torch.device) -> Tensor:
-    """True where a query reads: [queries, keys], the last query at the last key."""
+    """The band: True where a query reads: [queries, keys], the last query at the last key."""
     key = torch.arange(keys, device=device)
     query = torch.arange(keys - queries, keys, device=device)[:, None]
     in_window = key > query - window
@@ -176,7 +176,7 @@ def block_bias(
     device: torch.device,
     dry_run: Any,
 ) -> Tensor:
-    """What is added to the scores of every block: 0 where a query reads, else -inf."""
+    """What is added to the scores of a block of the band: 0 where a query reads, else -inf."""
     reads = band(block, window + block, window, 0, device)  # [C, W + C]
     reads = F.pad(reads, (sinks, 0), value=True)  # [C, sinks + W + C]
     reads = reads.repeat(groups, 1)  # [G*C, sinks + W + C]

@@ -160,7 +160,7 @@ class Taught:
         del self._loss_function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever; but with labels in training mode the output has no logits."""
+        """A student's forward: with labels in training mode it is taught, and returns no logits."""
         kwargs = options_by_name(super().forward, args, kwargs)
         if kwargs.get("labels") is None or not self.training:
             return super().forward(**kwargs)
@@ -190,7 +190,7 @@ OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 
 @dataclass(frozen=True)
 class Ran:
-    """What a model did on a batch, as far as a loss on hidden states needs it."""
+    """What teacher or student did on a batch, as far as a loss on hidden states needs it."""
 
     output: Any  # of the model's forward; its logits are those of two tokens
     hidden: Tensor  # [B, S, D], what the output layer would have read
@@ -199,7 +199,7 @@ class Ran:
 
 
 def _run_to_hidden(causal: Any, forward: Callable[[], Any], blocks: Iterable[int]) -> Ran:
-    """Run `forward` of a causal LM up to its output layer, and keep what the `blocks` returned."""
+    """Run teacher or student up to the output layer, and keep what the `blocks` returned."""
     kept: dict[int, Tensor] = {}
 
     def keep(number: int, _block: nn.Module, _inputs: Any, output: Any) -> None:
@@ -220,7 +220,7 @@ def _run_to_hidden(causal: Any, forward: Callable[[], Any], blocks: Iterable[int
 
 
 def _loss_of_student(student: Ran, teacher: Ran, teaching: Teaching, kwargs: dict) -> Tensor:
-    """The loss of a batch: that of the logits, and that of the paired blocks."""
+    """The loss of a student on a batch: that of the logits, and that of the paired blocks."""
     targets = targets_of(kwargs).to(student.hidden.device)  # [B, S]
     ignored = kwargs.get("ignore_index", IGNORED)
     num_items = kwargs.get("num_items_in_batch")
@@ -248,7 +248,7 @@ def _loss_of_student(student: Ran, teacher: Ran, teaching: Teaching, kwargs: dic
 def hidden_state_loss(
     hidden: Tensor, teacher_hidden: Tensor, rows: Tensor, *, divisor: Tensor
 ) -> Tensor:
-    """How far hidden [..., D] is from teacher_hidden [..., D], in the `rows` [N] that count.
+    """How far a student's hidden [..., D] is from teacher_hidden, in the `rows` [N] that count.
 
     Of one position: the squared distance over the squared length of the teacher's. So each counts
     the same. The first tokens of a text often have hidden states hundreds of times as long as the
@@ -278,7 +278,7 @@ class PlainLoss:
 
 
 def require_same_tokens(tokenizer: Any, teacher_tokenizer: Any) -> None:
-    """Raise ValueError unless both tokenizers give every token the same number."""
+    """Raise ValueError unless the tokenizers of teacher and student number all tokens alike."""
     different = set(tokenizer.get_vocab().items()) ^ set(teacher_tokenizer.get_vocab().items())
     if different:
         tokens = sorted({token for token, _ in different})
@@ -289,7 +289,7 @@ def require_same_tokens(tokenizer: Any, teacher_tokenizer: Any) -> None:
 
 
 def _check_output_layers(student: Any, teacher: Any) -> None:
-    """Raise ValueError unless both output layers are plain, over the same tokens."""
+    """Raise ValueError unless teacher and student have plain output layers, over equal tokens."""
     for model in (student, teacher):
         head = model.get_output_embeddings()
         if marked(head, QUANTIZED_BY) or beside_weight_and_bias(head):
@@ -307,7 +307,7 @@ def _check_output_layers(student: Any, teacher: Any) -> None:
 
 
 def _require_plain_loss(causal: Any) -> None:
-    """Raise ValueError unless the model leaves its loss to `self.loss_function`, the usual one."""
+    """Raise ValueError unless the student leaves its loss to `self.loss_function`."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     names_in_forward = inspect.unwrap(type(causal).forward).__code__.co_names

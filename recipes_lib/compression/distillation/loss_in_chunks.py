@@ -123,7 +123,7 @@ class ChunkedDistillation(LossWithGradients):
         teacher_products: torch.dtype,
         training: bool,
     ) -> Tensor:
-        """The sum over chunks of tokens, with logits of student and teacher for one alone."""
+        """The distillation loss as a sum over chunks, with logits of both models for one alone."""
         gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
         student = LayerProducts(OutputLayer(weight, bias, softcap), plan.products, plan.sums)
         teacher = LayerProducts(teacher_layer, teacher_products, plan.sums)
@@ -158,7 +158,7 @@ def _loss_and_gradient_(
     teacher: LayerProducts,
     mixture: Mixture,
 ) -> Tensor:
-    """The sum of the losses of a block of rows; the logits [C, V] become its gradient.
+    """The sum of a student's losses in a chunk; its logits [C, V] become their gradient.
 
     Of one row, with w the teacher's share, t the temperature, p and q the softmax of the teacher's
     and the student's logits over t, and r the softmax of the student's own logits:
