@@ -45,7 +45,7 @@ def collate(
 
 
 def check_rows(rows: Sequence[Row]) -> None:
-    """Raise ValueError for a row that has not one label for each token, or is packed or padded.
+    """Raise ValueError for a row that no batch can take: unlike numbers of labels, packed, padded.
 
     What it says of its own documents and padding would be dropped without a word.
     """
@@ -69,7 +69,7 @@ def check_rows(rows: Sequence[Row]) -> None:
 
 
 def _reads_padding(row: Row) -> bool:
-    """Whether the row has padding before a token, or padding that is learned."""
+    """Whether a row for a batch has padding before a token, or padding that is learned."""
     mask = row.get("attention_mask")
     if mask is None:
         return False

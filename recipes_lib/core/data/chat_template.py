@@ -89,7 +89,7 @@ def written(
 def _answers_in_text(
     tokenizer: Any, given: Sequence[Turn], turns: list[Turn], tools: Any, places: Sequence[int]
 ) -> list[Answer]:
-    """The answers of one form, of which each piece that is `given` was found in the text."""
+    """The answers in a template's text of one form, with each piece that is `given`."""
     found = []
     for place, turn in enumerate(given):
         is_learnt = place in places
@@ -122,7 +122,7 @@ def _check_tools(tokenizer: Any, turns: list[Turn], tools: list[dict[str, Any]])
 def render(
     tokenizer: Any, messages: Sequence[Turn], tools: Any = None, *, asks: bool = False
 ) -> str:
-    """The text of `messages`; `asks` adds what generation puts before an answer."""
+    """The text that the template makes of `messages`; `asks` adds what comes before an answer."""
     import jinja2  # with which transformers runs templates
 
     if not getattr(tokenizer, "chat_template", None):
@@ -162,7 +162,7 @@ def _without_template(tokenizer: Any, messages: Sequence[Turn]) -> str:
 
 
 def _borders_of_answer(tokenizer: Any, turns: Sequence[Turn], tools: Any, place: int) -> Answer:
-    """The text up to where an answer begins, and up to where it ends."""
+    """The template's text up to where an answer begins, and up to where it ends."""
     turn = turns[place]
     # The template's line break after the end mark is not learnt: generation stops at the mark.
     text = render(tokenizer, turns[: place + 1], tools).rstrip("\n")
@@ -191,7 +191,7 @@ def _borders_of_answer(tokenizer: Any, turns: Sequence[Turn], tools: Any, place:
 
 
 def _shared_beginning(one: str, other: str) -> int:
-    """How many characters two texts have in common from their beginning."""
+    """How many characters two texts of a template have in common from their beginning."""
     count = min(len(one), len(other))
     while one[:count] != other[:count]:
         count -= 1
@@ -234,7 +234,7 @@ def _as_objects(turn: Turn) -> Turn:
 
 
 def _as_texts(turn: Turn) -> Turn:
-    """The arguments of calls as JSON text, as OpenAI sends them."""
+    """For a template: the arguments of calls as JSON text, as OpenAI sends them."""
     turn = copy.deepcopy(_as_objects(turn))
     for call in turn.get("tool_calls", []):
         call["function"]["arguments"] = _json(call["function"]["arguments"])
@@ -242,7 +242,7 @@ def _as_texts(turn: Turn) -> Turn:
 
 
 def _in_the_content(turn: Turn) -> Turn:
-    """The thinking as a part of the content."""
+    """For a template: the thinking as a part of the content."""
     if not turn.get("reasoning_content"):
         return turn
     content = f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content'] or ''}"
@@ -268,7 +268,7 @@ def _json(value: Any) -> str:
 
 
 def pieces_of(turn: Turn, *, thinking: bool = True) -> list[str]:
-    """The pieces of a turn's content that have to stand in its text, in this order.
+    """The pieces of a turn's content that a template has to write, in this order.
 
     Thinking is a piece of its own: templates put it between marks of theirs.
     """
@@ -297,7 +297,7 @@ def written_behind(turn: Turn, text: str) -> str:
 
 
 def _check_before(turns: Sequence[Turn], question: str) -> None:
-    """Raise ValueError for a piece of the turns before an answer that is lost."""
+    """Raise ValueError for a piece of the turns before an answer that the template loses."""
     begins = 0
     for number, turn in enumerate(turns):
         # Templates drop the thinking of earlier answers, which are learnt in rows of their own.
@@ -306,7 +306,7 @@ def _check_before(turns: Sequence[Turn], question: str) -> None:
 
 
 def _check_pieces_in_order(text: str, pieces: Sequence[str], number: int, begins: int = 0) -> int:
-    """Raise ValueError unless the pieces of a turn stand in the text in their order."""
+    """Raise ValueError unless the template writes the pieces of a turn in their order."""
     for piece in pieces:
         found = text.find(piece, begins)
         if found < 0:
@@ -344,7 +344,7 @@ def _check_turn_is_written(turn: Turn, text: str, number: int, *, thinking: bool
 
 
 def _leaves_of_call(value: Any) -> list[Any]:
-    """The names and values of an object, without what holds them together."""
+    """The names and values of a call, without what a template holds them together with."""
     if isinstance(value, dict):
         names = [name for name in value if name not in ("name", "arguments")]
         return [*names, *(leaf for each in value.values() for leaf in _leaves_of_call(each))]

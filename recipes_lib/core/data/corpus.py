@@ -35,7 +35,7 @@ def load_text(*, split: str = "train") -> str:
 
 @functools.lru_cache(maxsize=2)
 def modules(split: str) -> tuple[Path, ...]:
-    """Source files of one split. The hash of its name puts a module or package into one split."""
+    """Source files of the standard library: the hash of its name puts a module into one split."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, inner, names in os.walk(root):
@@ -79,7 +79,7 @@ def docstring_pairs(split: str) -> Iterator[dict[str, str]]:
 
 @functools.lru_cache
 def _pairs_of_modules(paths: tuple[Path, ...]) -> list[dict[str, str]]:
-    """The pairs of some modules, shuffled."""
+    """The pairs of some modules of the standard library, shuffled."""
     collecting = gc.isenabled()
     gc.disable()  # syntax trees are millions of objects without a cycle: three times as fast
     try:
@@ -111,7 +111,7 @@ def _pairs_of_module(path: Path) -> Iterator[dict[str, str]]:
 
 
 def _without_docstring(node: ast.FunctionDef, lines: list[str]) -> str:
-    """The source of a function that has a docstring, without it and without its indentation."""
+    """The prompt of a pair: a function without its docstring and without its indentation."""
     docstring = node.body[0]
     head = lines[node.lineno - 1 : docstring.lineno - 1]
     rest = lines[docstring.end_lineno : node.end_lineno]
@@ -120,7 +120,7 @@ def _without_docstring(node: ast.FunctionDef, lines: list[str]) -> str:
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Functions of more than one statement, in the order of `ast.walk`."""
+    """Functions of a module with more than one statement, in the order of `ast.walk`."""
     # Expressions hold no function: to leave them out is most of the speed.
     statements = (ast.stmt, ast.excepthandler, ast.match_case)
     todo: deque[ast.AST] = deque([tree])

@@ -116,7 +116,7 @@ def _losses_of_batch(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def text_windows(tokenizer: Any, *, text: str, context: int = 256, windows: int = 8) -> list[Row]:
-    """Rows of `context` tokens from evenly spaced pieces of `text`. Every token is a target."""
+    """Held-out rows of `context` tokens, evenly spaced in `text`. Every token is a target."""
     spacing = len(text) // windows
     # No text has 32 characters per token: the rest of a long piece need not be tokenized.
     size = min(spacing, 32 * context)
@@ -179,7 +179,7 @@ def _question_of(tokenizer: Any, prompt: str | Row) -> list[int]:
 
 
 def _padded_on_the_left(questions: Sequence[list[int]], pad: int, device: torch.device) -> Batch:
-    """Padding stands on the left: an answer continues its own question."""
+    """Padding stands on the left of a question: the answer continues it."""
     width = max(map(len, questions))
     ids = [[pad] * (width - len(question)) + question for question in questions]
     # `generate` takes the positions from the mask.
@@ -194,7 +194,7 @@ def _padded_on_the_left(questions: Sequence[list[int]], pad: int, device: torch.
 
 
 def _batches_by_length(sequences: Sequence[list[int]], batch_size: int) -> list[list[int]]:
-    """Indices in batches of similar length, the longest first: what does not fit fails at once."""
+    """Batches of questions of similar length, as indices; the longest, first, fails at once."""
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
@@ -219,7 +219,7 @@ def decode_quality(
     reference: torch.Tensor | None = None,
     token_by_token: bool = False,
 ) -> Quality:
-    """Read `documents`, each a list of token ids, and compare what comes next with the text.
+    """Losses on `documents` of token ids: how well a model or a decoder predicts the next token.
 
         fp32 = decode_quality(model, documents)
         int8 = decode_quality(int8_decoder, documents, reference=fp32.predictions)
@@ -258,7 +258,7 @@ def decode_quality(
 def document_rows(
     model: Any, documents: Sequence[Sequence[int] | torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The documents as int64 [S] each: two token ids or more, which the model can read."""
+    """Documents whose losses are measured, int64 [S] each: two token ids or more of the model."""
     require_causal_lm_or_decoder(model)
     longest = None  # a decoder says it when it makes a cache
     if is_decoder(model):
@@ -282,7 +282,7 @@ def document_rows(
 def next_token_logits(
     model: Any, row: torch.Tensor, *, token_by_token: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits [K, V] of `row`, int64 [S], and the tokens [K] that really follow."""
+    """For the losses of a document: logits [K, V] of `row` [S], and the tokens [K] that follow."""
     if token_by_token:
         require_decoder(model)  # another model has no cache here, and would read all at once
     inputs = row[None, :-1]  # [1, S - 1]: nothing follows the last token

@@ -99,6 +99,7 @@ class _Columns:
     """The columns of a row that say something; each is taken once."""
 
     def __init__(self, row: dict[str, Any]) -> None:
+        """Note which columns of a row have something in them; those that are taken follow."""
         self.left = {name: value for name, value in row.items() if not is_nothing(value)}
         # An empty answer is an answer: rows with one are counted.
         self.left |= {name: "" for name in NAMES["completion"] if row.get(name) == ""}
@@ -128,7 +129,7 @@ class _Columns:
 
 
 def _conversation(value: Any) -> list[Turn]:
-    """The turns; those of ms-swift's rounds, too: [{"human": …, "assistant": …}]."""
+    """The turns in the columns of a row; those of ms-swift's rounds, too: [{"human": …}]."""
     turns = from_text(value)
     if isinstance(turns, list) and all(_is_a_round(turn) for turn in turns):
         turns = [{"role": role, "content": text} for turn in turns for role, text in turn.items()]
@@ -165,7 +166,7 @@ def _not_learnt(turn: Turn) -> Turn:
 
 
 def _with_surroundings(pair: Pair, columns: _Columns) -> Pair:
-    """The pair with earlier rounds, system prompt and tools, if the row has any: a conversation."""
+    """The pair with the columns of earlier rounds, system prompt and tools: a conversation."""
     if not any(columns.have(use) for use in ("history", "system", "tools")):
         return pair
     turns = pair.get("messages")
@@ -185,7 +186,7 @@ def _round(question: str, answer: str) -> list[Turn]:
 
 
 def _history(value: Any) -> list[Turn]:
-    """Earlier rounds: [[question, answer], …] as Alpaca's, or turns. Their answers are learnt."""
+    """A column of earlier rounds: [[question, answer], …] as Alpaca's, or turns. All are learnt."""
     rounds = from_text(value)
     if _are_turns(rounds):
         return _conversation(rounds)
@@ -199,7 +200,7 @@ def _history(value: Any) -> list[Turn]:
 
 
 def _with_system(turns: list[Turn], system: str) -> list[Turn]:
-    """The turns with the system prompt in front, if they do not begin with it."""
+    """The turns with the column of the system prompt in front, if they do not begin with it."""
     if not system.strip():
         return turns
     if turns[0]["role"] != "system":
@@ -237,7 +238,7 @@ def _refuse_others(columns: _Columns, pair: Pair) -> None:
 
 
 def _repeats(value: Any, texts: list[str]) -> bool:
-    """Whether a column only says what is used already."""
+    """Whether a column only says what other columns have said already."""
     value = from_text(value)
     if isinstance(value, str):
         # One of the texts; or all of them in one, as Alpaca's `text`.

@@ -54,7 +54,7 @@ def reminder_pairs(*, split: str = "train", limit: int = 1000) -> list[dict[str,
 
 
 def times_of(split: str) -> tuple[list[Time], list[Time]]:
-    """The times of a split: those whose digits are copied, and those whose hour changes.
+    """The times of a split's reminders: those whose digits are copied, those whose hour changes.
 
     No time is in both splits.
     """
@@ -62,14 +62,14 @@ def times_of(split: str) -> tuple[list[Time], list[Time]]:
 
 
 def spoken(hour: int, minute: int) -> str:
-    """The time as people write it: 20:45 is "8:45 pm", and 00:05 is "12:05 am"."""
+    """The time of a reminder as people write it: 20:45 is "8:45 pm", and 00:05 is "12:05 am"."""
     half = "am" if hour < 12 else "pm"
     on_the_dial = (hour - 1) % 12 + 1
     return f"{on_the_dial}:{minute:02} {half}"
 
 
 def _part_of(hours: Iterable[int], split: str) -> list[Time]:
-    """The times of these hours that belong to a split."""
+    """The times of reminders in these hours that belong to a split."""
     times = [(hour, minute) for hour in hours for minute in range(0, 60, 5)]
     random.Random(0).shuffle(times)
     if split == "validation":

@@ -49,7 +49,7 @@ def _is_a_path(name: str) -> bool:
 
 
 def read_rows(path: str | Path) -> Iterator[PlacedRow]:
-    """The rows of `path`, each with its place in words, as it stands there."""
+    """The rows of the file `path`, each with its place in words, as it stands there."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {path}: check the path")
@@ -74,7 +74,7 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[PlacedRow]]:
 
 
 def _reason(error: BaseException) -> str:
-    """What was wrong at first, in one line: `datasets` wraps it in "An error occurred while …"."""
+    """What was wrong with a file or data set at first, in one line, without what wraps it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return next(iter(str(error).splitlines()), type(error).__name__)
@@ -86,7 +86,7 @@ def _numbered(rows: Any) -> Iterator[PlacedRow]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value of a table without the nulls inside: Arrow gives each object the fields of all."""
+    """A value of a file's table without nulls inside: Arrow gives each object the fields of all."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -106,7 +106,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Iterator[PlacedRow]:
-    """One list of rows, or a row in each line."""
+    """A file of JSON: one list of rows, or a row in each line."""
     text = _read_text(path)
     if text.lstrip().startswith("["):
         yield from _numbered(json.loads(text))
@@ -153,6 +153,7 @@ def _read_parquet(path: Path) -> Iterator[PlacedRow]:
 
 
 def _read_hub(name: str, split: str) -> Iterable[Any]:
+    """The rows of a data set of the hub; ValueError where it cannot be loaded."""
     from datasets import load_dataset
 
     try:

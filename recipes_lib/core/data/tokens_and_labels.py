@@ -101,7 +101,7 @@ def tokenize_text(tokenizer: Any, text: str, *, length: int | None = None) -> li
 
 
 def _places_to_learn(messages: Sequence[Turn]) -> list[int]:
-    """Which turns are learnt; ValueError if there is nothing to learn from them."""
+    """Which turns get labels; ValueError if there is nothing to learn from them."""
     roles = [message["role"] for message in messages]
     places = [place for place, turn in enumerate(messages) if is_learnt(turn)]
     empty = [place for place in places if _is_empty(messages[place])]
@@ -124,9 +124,7 @@ def _is_empty(turn: Turn) -> bool:
 def _new_tokens(
     tokenizer: Any, before: list[int], done: str, question: str, text: str
 ) -> tuple[list[int], list[int]]:
-    """The tokens that `text` adds to a row of the tokens `before`: those up to the answer, and the
-    answer's.
-    """
+    """The tokens that `text` adds to a row of `before`: those up to the answer, and the answer's."""
     # Tokens of the whole text, as generation sees them: SentencePiece puts a space before a piece
     # that stands alone.
     asked = _ids(tokenizer, question)
@@ -146,7 +144,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """The tokens that the tokenizer puts before a text, as <bos>."""
+    """The tokens that the tokenizer puts before a text of rows and labels, as <bos>."""
     plain = _ids(tokenizer, "a")
     marked = tokenizer("a")["input_ids"]
     for count in range(len(marked) - len(plain) + 1):
@@ -156,7 +154,7 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 def _begun(tokenizer: Any, row: Row) -> Row:
-    """The row behind the tokens of a beginning: no token predicts them, so none is learnt."""
+    """A row behind the tokens of a beginning, which get no labels: no token predicts them."""
     begins = beginning(tokenizer)
     if row["input_ids"][: len(begins)] == begins:  # a text that has them already
         rest = row["labels"][len(begins) :]

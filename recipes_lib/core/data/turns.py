@@ -78,7 +78,7 @@ def is_learnt(turn: Turn) -> bool:
 
 
 def from_text(value: Any) -> Any:
-    """What a cell of a table means that holds a list or an object as a text."""
+    """What a column of turns means that holds a list or an object as a text."""
     if not isinstance(value, str) or value.strip()[:1] not in ("[", "{"):
         return value
     for read in (json.loads, ast.literal_eval):  # JSON, or what Python prints
@@ -90,13 +90,13 @@ def from_text(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value, as JSON writes it."""
+    """The beginning of a turn's value, as JSON writes it."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether a cell is empty: a table has every column in every row."""
+    """Whether a field of a turn, or a cell of a table, is empty."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
@@ -138,7 +138,7 @@ def _turn_in_one_form(turn: Any) -> Turn:
 
 
 def _first_field(given: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """The value of the first of `names` that is there."""
+    """The value of the first of a turn's fields `names` that is there."""
     return next((given[name] for name in names if given.get(name) is not None), None)
 
 
@@ -149,6 +149,7 @@ def _text_or_refuse(value: Any, name: str) -> str:
 
 
 def _content_of_turn(value: Any, role: str) -> str:
+    """The content of a turn as one text: of parts, of what a tool has returned, or as it is."""
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         return "".join(_text_of_part(part) for part in value)
     if role == "tool" and not isinstance(value, str):  # what a tool has returned, as an object
@@ -157,7 +158,7 @@ def _content_of_turn(value: Any, role: str) -> str:
 
 
 def _text_of_part(part: dict[str, Any]) -> str:
-    """The text of a part: {"type": "text", "text": …}."""
+    """The text of a part of a turn: {"type": "text", "text": …}."""
     given = {name: value for name, value in part.items() if not is_nothing(value)}
     others = sorted(set(given) - {"type", "text", "cache_control"})
     if given.get("type", "text") not in ("text", "input_text", "output_text") or others:
@@ -209,7 +210,7 @@ def _calls_of_turn(given: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tools_of(value: Any) -> list[dict[str, Any]]:
-    """The tools of a row as OpenAI writes them; a list or its JSON text."""
+    """The tools beside the turns of a row as OpenAI writes them; a list or its JSON text."""
     tools = from_text(value)
     found = []
     for tool in tools if isinstance(tools, list) else [tools]:

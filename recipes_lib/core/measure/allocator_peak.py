@@ -40,6 +40,7 @@ class AllocatorPeak(Listener):
     """
 
     def __init__(self) -> None:
+        """Prepare the account of PyTorch's allocator, which its profiler keeps."""
         # Below this level the profiler's library prints two lines each time it starts and stops.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         named = _ExperimentalConfig(capture_overload_names=True)
@@ -56,13 +57,14 @@ class AllocatorPeak(Listener):
     # --- what the account of the storages from before tells ---
 
     def changed(self, number: int, change: int) -> None:
-        """A storage from before was released."""
+        """A storage from before was released, while the allocator is watched."""
         if self._inside:
             self._changes.append(_ChangeOfBytes(time.time_ns(), change))
 
     # --- measuring ---
 
     def __enter__(self) -> AllocatorPeak:
+        """Count what is alive, and begin to watch the allocator."""
         if torch.autograd._profiler_enabled():
             raise RuntimeError(
                 "a profiler of PyTorch is active, and this account would end it, because it is one "
@@ -79,6 +81,7 @@ class AllocatorPeak(Listener):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        """Add up the changes that the allocator has made: they give the peak."""
         self._inside = False
         self._profile.__exit__(*error)
         self._alive.stop_watching()
@@ -108,7 +111,7 @@ class _Allocation(NamedTuple):
 
 
 def _changes_in(profile: profiler.profile) -> Iterator[_ChangeOfBytes]:
-    """What was allocated inside, and released again, but for scratch memory."""
+    """What the allocator gave out inside, and took back, but for scratch memory."""
     found = _allocations_in_profile(profile.kineto_results.experimental_event_tree())
     inside: dict[int, _Allocation] = {}  # by address, what is alive
     for each in sorted(found):
@@ -138,7 +141,7 @@ def _allocations_in_profile(roots: Iterable[Any]) -> Iterator[_Allocation]:
 
 
 def _is_operator(event: Any) -> bool:
-    """Whether this is an operator with code of its own: no function, and none made of others."""
+    """Whether an event of the profiler is an operator with code of its own, made of no others."""
     operator = event.name
     if event.overload_name:
         operator += f".{event.overload_name}"

@@ -45,7 +45,7 @@ class AtOnce:
         pass
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future:
-        """Call the function, and give a Future that is done."""
+        """In a dry run: call the function, and give a Future that is done."""
         done: Future = Future()
         done.set_result(function(*args))
         return done
@@ -66,7 +66,7 @@ def pretends_a_card() -> bool:
 
 @contextlib.contextmanager
 def on_the_host() -> Iterator[None]:
-    """What is made inside is in the memory of the host, and no account of a GPU counts it.
+    """In a dry run: what is made inside is on the host, and no account of a GPU counts it.
 
     In a dry run all tensors say that they are on one device. Elsewhere this changes nothing.
     """
@@ -93,7 +93,7 @@ def without_repetition(parts: Sequence[Any]) -> Sequence[Any]:
 
 
 def real_tensors() -> contextlib.AbstractContextManager:
-    """Inside, tensors have data in a dry run, too: those that say where ranks are, for instance."""
+    """In a dry run tensors have data inside: those that say where ranks are, for instance."""
     return _disable_current_modes() if dry() else contextlib.nullcontext()
 
 
@@ -114,7 +114,7 @@ def dry_run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def out_of_the_collectors_sight() -> Iterator[None]:
-    """Let the collector forget the objects that are there, until the end of this context.
+    """For a fast dry run: the collector forgets the objects that are there, until the end of this.
 
     `PeakMemory` walks through all objects to find the tensors that are alive. In a dry run only
     its fake tensors count, and they are made inside: older objects need no look.

@@ -92,7 +92,7 @@ class Values(TorchDispatchMode):
         return fake
 
     def _twin_of(self, leaf: Any) -> Any:
-        """A fake tensor in the place of a real one, which others hold: it is not counted."""
+        """A fake tensor with known values in the place of a real one: it is not counted."""
         if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.device.type == "meta":
             return leaf
         if id(leaf) not in self._twins:
@@ -171,7 +171,7 @@ def _known_or_itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def written_to(func: Any, leaves: list[Any], form: Any) -> Iterable[torch.Tensor]:
-    """The tensors among the arguments that the operator changes in place."""
+    """The tensors among the arguments whose values an operator changes in place."""
     args, kwargs = tree_unflatten(leaves, form)
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

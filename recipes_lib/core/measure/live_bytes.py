@@ -73,6 +73,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(
         self, device_type: str, *, limit_bytes: int | None = None, listener: Listener | None = None
     ) -> None:
+        """An account of the live bytes on one type of device, or of those of a dry run."""
         super().__init__()
         self._fake_mode = active_fake_mode()
         # Fake tensors say that they are on a device; their storages are on none.
@@ -93,6 +94,7 @@ class LiveBytes(TorchDispatchMode):
         return self._device_type == "cuda"
 
     def __enter__(self) -> LiveBytes:
+        """Count the bytes of the storages that are alive, and begin to watch."""
         _held_by_autograd()  # found here, and not in the middle of a step
         self._storages = {}
         self.current = 0
@@ -157,7 +159,7 @@ class LiveBytes(TorchDispatchMode):
         return self._fake_mode is not None and out.untyped_storage()._cdata not in self._storages
 
     def see(self, tensor: torch.Tensor) -> int | None:
-        """Enter a storage that is new; returns its number, or None if it does not count."""
+        """Enter a live storage that is new; returns its number, or None if it does not count."""
         # Of a DTensor this rank has a part. The tensor around it claims the bytes of the whole.
         tensor = getattr(tensor, "_local_tensor", tensor)
         # A tensor around others, as an optimizer state of torchao, claims bytes that it has not.
@@ -201,6 +203,7 @@ class LiveBytes(TorchDispatchMode):
         return resize_
 
     def _enter_storage(self, key: int, storage: torch.UntypedStorage) -> _LiveStorage:
+        """From now on the account knows this live storage, until its end."""
         # PyTorch keeps the Python object of a storage alive exactly as long as the storage itself.
         finalizer = weakref.finalize(storage, self._forget_storage, key)
         finalizer.atexit = False
@@ -232,7 +235,7 @@ def _node_at_work() -> int | None:
 
 
 def _holders(first: torch.Tensor, second: torch.Tensor) -> tuple[int, int, int]:
-    """By how many `first` is held: as a tensor, as a storage, and as an object of Python."""
+    """By how many the `first` of two gradients is held: as a tensor, as a storage, as an object."""
     of_storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
     return first._use_count(), of_storage, sys.getrefcount(first)
 

@@ -117,7 +117,7 @@ def _warn_of_unseen_gpu() -> None:
 
 
 def _let_segments_grow() -> None:
-    """Ask the allocator of a GPU for segments that grow, unless the user has set it up already.
+    """Ask the allocator of this machine's GPU for segments that grow, unless the user has.
 
     Recipes make tensors of many sizes, each a large part of the card. In segments of fixed size
     the gaps between them are lost: a limit of 20 GiB then ends at 16 to 18.
@@ -214,6 +214,7 @@ def choose_sizes(
 
 
 def _tier_of_sizes() -> str:
+    """The tier whose sizes this machine gets; ValueError for a GPU that is too small."""
     if fast():
         return "fast"
     here = machine()

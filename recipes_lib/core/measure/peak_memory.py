@@ -59,6 +59,7 @@ class PeakMemory:
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
+        """Prepare to find the peak on this machine's device, up to `limit_bytes`."""
         if limit_bytes is not None:
             check_whole(limit_bytes=limit_bytes)
         self._peak = 0
@@ -140,6 +141,7 @@ class _AllocatedLimit(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operator; torch.OutOfMemoryError if the peak is over the limit."""
         if _peak_of_allocator() > self._limit:
             self._restart_peak()
         out = func(*args, **(kwargs or {}))

@@ -74,7 +74,7 @@ def _apply_without_data(module: nn.Module, change: Any, recurse: bool = True) ->
 def _from_configuration(
     cls: type, name: Any, *args: Any, config: Any = None, **options: Any
 ) -> Any:
-    """The model of a hub id or folder with weights without data: no file of them is read."""
+    """In place of `from_pretrained`: a model without data, of which no file is read."""
     from transformers import AutoConfig, PretrainedConfig
 
     if options.get("quantization_config") is not None:
@@ -104,6 +104,7 @@ def _weights_of_bitsandbytes() -> Iterator[None]:
     def quantized_weight(
         data: torch.Tensor, requires_grad: bool = False, **options: Any
     ) -> nn.Parameter:
+        """In place of `Params4bit`: a plain parameter with its scales, without data."""
         if data.device.type == "meta":  # a layer that waits for its weight
             return nn.Parameter(data, requires_grad=False)
         how = {name: options[name] for name in HOW_IN_FOUR_BITS if name in options}

@@ -21,7 +21,7 @@ from recipes_lib.core.model.marks import COMPILED, any_marked
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one recipe costs."""
+    """What a step of one recipe costs."""
 
     seconds: float  # of the fastest step
     peak_bytes: int  # of tensors
@@ -72,7 +72,7 @@ def measure(
 def _account_of(
     model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
 ) -> PeakMemory | AllocatorPeak:
-    """The account of the memory that sees this step as it is.
+    """The account of the memory that measures the cost of this step as it is.
 
     Compiled blocks run as plain ones in an account of operators, so theirs is the allocator's.
     """

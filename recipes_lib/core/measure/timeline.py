@@ -161,6 +161,7 @@ class TimelineRecorder(Listener):
         *,
         limit_bytes: int | None = None,
     ) -> None:
+        """Prepare the timeline of steps of `model`, whose bytes get their kinds."""
         self._model = weakref.ref(model)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self.account = LiveBytes(machine().device, limit_bytes=limit_bytes, listener=self)
@@ -196,6 +197,7 @@ class TimelineRecorder(Listener):
         self._sample()
 
     def _sample(self) -> None:
+        """Add a point to the timeline, if anything has changed since the last one."""
         # The changes are all that is noted. The account's bytes might be those of another moment:
         # the garbage collector, or another thread, can free a storage between any two lines.
         sample = _SampleOfBytes(self._operators, self._phase, len(self._changes))
@@ -208,6 +210,7 @@ class TimelineRecorder(Listener):
     # --- recording ---
 
     def __enter__(self) -> TimelineRecorder:
+        """Label what is there, and begin to record the timeline."""
         self.account.__enter__()
         self._label_what_is_there()
         # No attribute may hold a parameter: the block is free to drop the model.
@@ -240,6 +243,7 @@ class TimelineRecorder(Listener):
             self._label_storage(state_tensors(optimizer), "states")
 
     def _label_model(self, model: torch.nn.Module) -> None:
+        """Label the bytes of a model for the timeline: weights, scales, gradients."""
         self._label_storage([*model.parameters(), *model.buffers()], "weights")
         for parameter in model.parameters():
             self._label_storage(quantization_tensors(parameter), "weights")
@@ -294,7 +298,7 @@ class TimelineRecorder(Listener):
 
 
 def _hook_before_others(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """An optimizer that steps in backward frees the gradient in its hook: be there before it."""
+    """The timeline labels a gradient before an optimizer that steps in backward frees it."""
     handle = parameter.register_post_accumulate_grad_hook(hook)
     hooks = parameter._post_accumulate_grad_hooks
     *earlier, last = hooks.items()

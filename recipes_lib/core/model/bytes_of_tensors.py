@@ -9,7 +9,7 @@ import torch
 
 
 def parts_needed(count: int, size: int) -> int:
-    """How many parts of `size` hold `count`: the quotient, rounded up. The last may not be full."""
+    """How many parts of `size` elements or bytes hold `count`: the quotient, rounded up."""
     return (count + size - 1) // size
 
 
@@ -61,7 +61,7 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def quantization_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Scales and code tables that bitsandbytes keeps beside a 4-bit weight; else none."""
+    """Tensors to count beside a 4-bit weight of bitsandbytes: scales and code tables; else none."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []

@@ -44,12 +44,12 @@ def require_no_checkpoints(blocks: Iterable[nn.Module]) -> None:
 
 
 def caches_among(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The KV caches among the arguments of a block."""
+    """The KV caches among the arguments of a checkpointed block."""
     return [value for value in (*args, *kwargs.values()) if _is_cache(value)]
 
 
 def generates(block: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether no backward will follow, and `block` needs its cache as it is."""
+    """Whether no backward will follow, and a checkpointed block needs its KV cache as it is."""
     if not torch.is_grad_enabled():
         return True
     # A decoding loop that forgot `torch.no_grad()`.
@@ -59,7 +59,7 @@ def generates(block: nn.Module, args: Iterable[Any], kwargs: dict[str, Any]) -> 
 def without_caches(
     args: Iterable[Any], kwargs: dict[str, Any], *, index: int, names: Iterable[str] = ()
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of block number `index`, with which it may run twice.
+    """The arguments of block number `index` without KV caches: with them it may run twice.
 
     `names` are those of its arguments, in their order. Raises ValueError for a cache that holds
     tokens, and for states of another kind.
@@ -79,7 +79,7 @@ def without_caches(
 
 
 def _require_no_other_state(by_position: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    """RWKV hands a state from block to block, RecurrentGemma keeps one in its modules."""
+    """A checkpointed block may have no other state: RWKV hands one on, RecurrentGemma keeps one."""
     named = by_position | kwargs
     states = [named[name] for name in STATES if named.get(name) is not None]
     is_other = not all(map(_is_cache, states))
@@ -93,7 +93,7 @@ def _require_no_other_state(by_position: dict[str, Any], kwargs: dict[str, Any])
 
 
 def _holds_tokens(cache: Any, index: int) -> bool:
-    """Whether the part of a cache that belongs to block number `index` has seen tokens.
+    """Whether the KV cache of the checkpointed block number `index` has seen tokens.
 
     Keys and values have a length. States of a convolution or of a recurrence have none: such a part
     says whether there was a token before.

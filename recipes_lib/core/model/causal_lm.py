@@ -45,7 +45,7 @@ def is_causal_lm(model: Any) -> bool:
 
 
 def _why_no_causal_lm(model: Any) -> str | None:
-    """What is wrong with it, in a few words; None for a causal LM."""
+    """What is wrong with a model, in a few words; None for a causal LM."""
     from transformers import PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
@@ -82,7 +82,7 @@ def decoder_blocks(model: Any) -> nn.ModuleList:
 
 
 def _module_lists(model: nn.Module) -> list[nn.ModuleList]:
-    """Those of the text: an encoder of images or sound may be the larger part."""
+    """The lists of modules in a causal LM's text part: an encoder of images may be larger."""
     lists = []
     for name, module in model.named_modules():
         of_the_text = not any(sense in name for sense in OTHER_SENSES)
@@ -98,7 +98,7 @@ def trunk(model: Any) -> nn.Module:
 
 
 def norms_of(module: nn.Module) -> list[nn.Module]:
-    """The norms that stand directly in a block or in the trunk, not those of Q and K inside."""
+    """The norms of a causal LM in a block or in the trunk, not those of Q and K inside."""
     return [child for child in module.children() if "Norm" in type(child).__name__]
 
 
@@ -108,7 +108,7 @@ def leaf_names(module: nn.Module) -> set[str]:
 
 
 def projection_widths(config: Any) -> tuple[int, int, int]:
-    """Output features of the query, of the key and of the feed-forward projection: Q, KV, F.
+    """Output features of a causal LM's projections: query, key, feed-forward: Q, KV, F.
 
     Raises ValueError where they differ from layer to layer (Gemma 4).
     """
@@ -125,7 +125,7 @@ def projection_widths(config: Any) -> tuple[int, int, int]:
 
 
 def longest_text(config: Any) -> int | None:
-    """How many positions a model was trained for; None if its configuration does not say.
+    """How many positions a causal LM was trained for; None if its configuration does not say.
 
     Most configurations count a stretching of the angles already, as Llama 3's 131,072 do. YaRN
     (Qwen) and dynamic scaling may leave the length of before there:

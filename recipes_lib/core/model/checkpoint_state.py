@@ -39,7 +39,10 @@ def facts_of(
     optimizer: torch.optim.Optimizer,
     parts: Mapping[str, Any],
 ) -> Facts:
-    """What a resumed run must share. With weights in parts over ranks, every rank must ask."""
+    """The facts in a checkpoint, which a resumed run must share.
+
+    With weights in parts over ranks, every rank must ask.
+    """
     base = {}
     for name, parameter in model.named_parameters():
         # Weights in 4 bits are whole numbers: two devices may round them otherwise.
@@ -79,7 +82,7 @@ def check_same_run(place: Path, *, saved: Facts, given: Facts) -> None:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model: what trains, and the buffers. Nothing is copied.
+    """What a checkpoint has of a model: what trains, and the buffers. Nothing is copied.
 
     The buffers are those of the `state_dict`: running statistics, masks of pruning, counters.
     """
@@ -89,12 +92,12 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_name(name: str) -> str:
-    """As in the model without the wrappers of DDP and of `torch.compile`."""
+    """A name in a checkpoint, without the wrappers of DDP and of `torch.compile`."""
     return name.removeprefix("module.").replace("_orig_mod.", "")
 
 
 def optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Where the optimizer has each parameter: PyTorch puts states back by these numbers.
+    """For a checkpoint: the numbers of parameters in the optimizer, by which states come back.
 
     Raises ValueError for parameters that are not in the model, as after an optimizer that was made
     before adapters were: their states would come back and they themselves would not.
@@ -115,7 +118,7 @@ def optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, s
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """Its class, and that of the one inside it, as `optimizer_in_backward` has one."""
+    """The class of the optimizer in a checkpoint, and of the one inside, as in backward."""
     inside = getattr(optimizer, "optimizer", None)
     if isinstance(inside, torch.optim.Optimizer):
         return f"{type(optimizer).__name__} of {type(inside).__name__}"
@@ -127,7 +130,7 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 
 @contextlib.contextmanager
 def replaced_at_once(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the place of `path` by one rename. A kill leaves `path`."""
+    """A checkpoint's file, which takes the place of `path` by one rename. A kill leaves `path`."""
     scratch = path.with_name(f"{path.name}.part")
     with scratch.open("w+b") as file:
         yield file

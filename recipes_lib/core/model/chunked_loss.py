@@ -46,7 +46,7 @@ MOST_CHUNKS_SUMMED_IN_BF16 = 16
 
 
 def rows_with_a_target(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Which of the T tokens have a target: [N]. In a dry run whose labels nobody knows, all."""
+    """Which of T tokens in a chunked loss have a target: [N]; in a dry run without values, all."""
     rows = torch.arange(labels.numel(), device=labels.device)  # [T]
     if dry() and values_of(labels) is None:
         return rows
@@ -120,19 +120,19 @@ def plan_chunks(
 
 
 def device_type(tensor: torch.Tensor) -> str:
-    """The type of the device that computes; what is on "meta" is planned for this machine."""
+    """The type of the device that computes the chunks; for "meta" that of this machine."""
     if tensor.is_meta:
         return machine().device
     return tensor.device.type
 
 
 def on_a_cpu(tensor: torch.Tensor) -> bool:
-    """Whether a CPU computes, and no GPU is pretended in a dry run."""
+    """Whether a CPU computes the chunks, and no GPU is pretended in a dry run."""
     return device_type(tensor) == "cpu" and not pretends_a_card()
 
 
 def dtype_of_products(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """The dtype that a plain linear layer would compute in, or fp32 where that is emulated."""
+    """The dtype of a chunk's products: that of a linear layer, or fp32 where that is emulated."""
     dtype = torch.result_type(hidden, weight)
     device = device_type(hidden)
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which autocast leaves alone
@@ -168,13 +168,13 @@ class LayerProducts:
         return self.factors.new_empty(rows, len(self.factors))
 
     def logits(self, inputs: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """inputs [C, D] @ factors.T [D, V] + addend [V], written to `out` [C, V], without a cap."""
+        """Logits of a chunk, without a cap: inputs [C, D] @ factors.T + addend [V], into `out`."""
         if self.addend is None:
             return torch.mm(inputs, self.factors.t(), out=out)
         return torch.addmm(self.addend, inputs, self.factors.t(), out=out)
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """c tanh(logits / c) in the dtype of the sums; without a cap the logits as they are."""
+        """Logits of a chunk under a cap c, c tanh(logits / c); without one as they are."""
         if not self.softcap:
             return logits
         return torch.tanh(logits.to(self.sums) / self.softcap).mul_(self.softcap)
@@ -233,7 +233,7 @@ class LossWithGradients(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the three, times the factor that came; None for the other inputs."""
+        """The gradients of the chunked loss, times the factor that came."""
         if ctx.gradients is None:
             raise RuntimeError(
                 "the first backward gave the gradients of this loss away: compute the loss again"
@@ -258,7 +258,7 @@ def zero_gradients(
     *,
     training: bool,
 ) -> LayerGradients:
-    """The gradients before the first chunk, of those of the three that train.
+    """The gradients of a chunked loss before the first chunk, of those of the three that train.
 
     `training` says whether gradients were on outside: inside of a Function they are always off.
     """

@@ -61,7 +61,7 @@ class KeyValueCache:
     def _allocate(
         self, layers: int, shape: tuple[int, int, int, int], device: torch.device | str
     ) -> None:
-        """Make the tensors [B, Hkv, T, D] of all layers; a cache of another form makes others."""
+        """Make the plain cache's tensors [B, Hkv, T, D]; a cache of another form makes others."""
         options = {"dtype": self.dtype, "device": device}
         self.keys = [torch.zeros(shape, **options) for _ in range(layers)]
         self.values = [torch.zeros(shape, **options) for _ in range(layers)]
@@ -84,7 +84,7 @@ class KeyValueCache:
             )
 
     def positions(self, tokens: int) -> Tensor:
-        """Where the next K `tokens` stand in their rows: int64 [K], or [B, K] with `starts`.
+        """Where the next K `tokens` of decoding stand in their rows: int64 [K] or [B, K].
 
         A row's first real token has position 0. So have the padding tokens before it.
         """
@@ -94,7 +94,7 @@ class KeyValueCache:
         return (slots - self.starts[:, None]).clamp(min=0)
 
     def mask(self, tokens: int) -> Tensor | None:
-        """What the next K `tokens` may look at, bool [B or 1, 1, K, length + K]; True is visible.
+        """In decoding: what the next K `tokens` may look at, bool [B or 1, 1, K, length + K].
 
         None where no mask is needed: one token looks at everything before it, and attention has a
         faster way for the first tokens of all, each of which looks at those before.
@@ -111,7 +111,7 @@ class KeyValueCache:
         return ((visible & real[:, None]) | (slots == own))[:, None]
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write K new tokens [B, Hkv, K, D] of one layer behind those that are in.
+        """Write K new tokens [B, Hkv, K, D] of one layer into the plain cache of decoding.
 
         Returns the keys and values up to and with them, [B, Hkv, length + K, D] each.
         """
@@ -180,7 +180,7 @@ def require_causal_lm_or_decoder(model: Any) -> None:
 
 
 def token_row(tokens: Any, *, vocabulary: int, name: str = "prompt", least: int = 1) -> Tensor:
-    """One text, ids as a list or as a tensor [S] or [1, S], as int64 [1, S].
+    """One text to decode from, ids as a list or as a tensor [S] or [1, S], as int64 [1, S].
 
     Raises ValueError for fewer than `least` tokens, several rows, and ids outside the vocabulary:
     they fail deep inside an embedding, and on a GPU without a name.
@@ -202,7 +202,7 @@ def token_row(tokens: Any, *, vocabulary: int, name: str = "prompt", least: int 
 
 
 def stop_ids(stop: Iterable[Any]) -> frozenset[int]:
-    """The ids that end a text. The None of a tokenizer without an end token would never come."""
+    """The ids that end decoding. The None of a tokenizer without an end token would never come."""
     return frozenset(int(token) for token in stop)
 
 
@@ -213,7 +213,7 @@ def greedy(
     new_tokens: int,
     stop: Collection[int] = (),
 ) -> list[int]:
-    """Generate up to `new_tokens` tokens, each the likeliest one. Returns them without the prompt.
+    """Greedy decoding: up to `new_tokens` tokens, each the likeliest one, without the prompt.
 
     The first of the ids in `stop` ends the answer, and is its last token.
     """

@@ -96,7 +96,7 @@ def _fetch_default_model(folder: Path) -> None:
 
 
 def _tell_who_waits(text: str) -> None:
-    """A line for who waits; on stderr, because a command's own output is on stdout."""
+    """A line for who waits for the default model; on stderr, for stdout is a command's own."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -104,7 +104,7 @@ def _tell_who_waits(text: str) -> None:
 
 
 def _from_hub(target: Path) -> str | None:
-    """Download the original weights, or return None where the hub cannot be reached."""
+    """Download the default model's weights, or return None where the hub cannot be reached."""
     from huggingface_hub import snapshot_download
 
     if offline(SMOLLM2):
@@ -135,7 +135,7 @@ def offline(where: str) -> bool:
 # A load asks for a configuration, weights and a tokenizer: once in a minute is enough.
 @functools.lru_cache(maxsize=1)
 def _address_answers(host: str, port: int, minute: int) -> bool:
-    """Whether one address of IPv4 or IPv6 takes a connection within three seconds.
+    """Whether an address of the model's hub takes a connection within three seconds.
 
     The hub has many addresses of each kind: to wait for every one takes half a minute.
     """

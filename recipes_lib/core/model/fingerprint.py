@@ -47,7 +47,7 @@ def fingerprint(
 
 
 def _spread_values(tensor: Tensor) -> Tensor:
-    """VALUES of its numbers, from the first to the last; of a small tensor some come twice."""
+    """For the fingerprint: VALUES numbers of a tensor, from the first to the last."""
     places = torch.linspace(0, tensor.numel() - 1, VALUES, dtype=torch.float64).long()
     places = places.to(tensor.device)
     if isinstance(tensor, DTensor):
@@ -56,7 +56,7 @@ def _spread_values(tensor: Tensor) -> Tensor:
 
 
 def _values_of_parts(tensor: DTensor, places: Tensor) -> Tensor:
-    """Each rank has the values that lie in its part, and zeros: the sum over parts is the whole."""
+    """For the fingerprint of parts: each rank has its values, and zeros; the sum is the whole."""
     part = tensor.detach().to_local()
     _, first = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements

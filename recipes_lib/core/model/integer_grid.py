@@ -32,13 +32,13 @@ SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 
 
 class IntegerGrid(NamedTuple):
-    """A weight as its levels and what they mean."""
+    """A weight as its whole numbers, the levels, and what they mean."""
 
     levels: Tensor  # int8 [O, I], or [O, ...] of a convolution
     scales: Tensor  # fp32 [O, G]
 
     def weight(self) -> Tensor:
-        """The weights that the levels stand for, in fp32, in the shape of `levels`."""
+        """The weights that the whole numbers stand for, in fp32, in the shape of `levels`."""
         in_groups = _in_groups(self.levels, self.scales.shape[1]).float()  # [O, G, group]
         return (in_groups * self.scales[..., None]).view(self.levels.shape)
 
@@ -74,7 +74,7 @@ def inside_grid(weight: Tensor, *, bits: int, group: int | None = None) -> Tenso
 
 
 def levels_of(bits: int) -> tuple[int, int]:
-    """The lowest and the highest level: -8 and 7 for 4 bits."""
+    """The lowest and the highest whole number of a grid: -8 and 7 for 4 bits."""
     half = 2 ** (bits - 1)
     return -half, half - 1
 
@@ -82,7 +82,7 @@ def levels_of(bits: int) -> tuple[int, int]:
 def _nearest_steps_around_zero(
     weight: Tensor, bits: int, group: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The levels in fp32 [O, G, group], and the scales [O, G]."""
+    """The whole numbers of a grid in fp32 [O, G, group], and its scales [O, G]."""
     steps, scales = _steps_from_zero(weight, bits, group)
     return steps.clamp_(*levels_of(bits)), scales
 
@@ -105,7 +105,7 @@ def _steps_from_zero(weight: Tensor, bits: int, group: int | None) -> tuple[Tens
 
 
 def _in_groups(weight: Tensor, groups: int) -> Tensor:
-    """[O, ...] as [O, G, group]."""
+    """Weights for a grid, [O, ...] as [O, G, group]."""
     return weight.reshape(len(weight), groups, -1)
 
 
@@ -115,7 +115,7 @@ def check_bits(**given: int) -> None:
 
 
 def check_group_divides(width: int, group: int, name: str = "the weight") -> None:
-    """Raise ValueError unless `group` divides `width`."""
+    """Raise ValueError unless the `group` of a grid divides `width`."""
     check_whole(group=group)
     if width % group != 0:
         raise ValueError(

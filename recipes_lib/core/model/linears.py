@@ -80,7 +80,7 @@ def output_layer_name(model: nn.Module) -> str | None:
 
 
 def quantized_layers(model: Any) -> dict[str, str]:
-    """The layers that are quantized already, and the function that did it, as "apply_int4"."""
+    """The linear layers that are quantized already, and what did it, as "apply_int4"."""
     found = {}
     for name, module in model.named_modules():
         if marked(module, QUANTIZED_BY):
@@ -89,7 +89,7 @@ def quantized_layers(model: Any) -> dict[str, str]:
 
 
 def refuse_quantized(model: Any, names: Iterable[str] | None = None, *, way_out: str) -> None:
-    """Raise ValueError if one of these layers is quantized already; None means any layer.
+    """Raise ValueError if one of these linear layers is quantized; None means any layer.
 
     The message says by what, and `way_out` says what to do.
     """

@@ -129,7 +129,7 @@ def _how_to_fetch(where: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _explained_file_error(part: str, name: str, where: str) -> Iterator[None]:
-    """Turn what a library raises for a missing or damaged file into a ValueError that says both."""
+    """What a library raises for a model's missing or damaged file, as a ValueError."""
     try:
         yield
     # A damaged file raises what its reader likes: the one of tokenizers raises a plain Exception.

@@ -23,7 +23,7 @@ from recipes_lib.core.model.causal_lm import without_adapters
 
 
 def next_tokens(labels: torch.Tensor, *, ignored: int = IGNORED) -> torch.Tensor:
-    """The targets [..., S] of unshifted labels [..., S]; the last position has none."""
+    """The targets [..., S] of a loss, from unshifted labels; the last position has none."""
     return F.pad(labels[..., 1:], (0, 1), value=ignored)
 
 
@@ -50,7 +50,7 @@ def sum_of_losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def at_least_fp32(logits: torch.Tensor) -> torch.Tensor:
-    """The logits in a dtype that a loss can be computed in: 16 bits become fp32, fp64 stays."""
+    """Logits in a dtype that a loss can be computed in: 16 bits become fp32, fp64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -25,7 +25,7 @@ def require_one_document(model: Any) -> None:
 
 
 def restart(positions: torch.Tensor) -> bool:
-    """Whether a document begins within a row. OPT gives padding the position -1."""
+    """Whether a second document begins within a row. OPT gives padding the position -1."""
     return bool(((positions.diff() != 1) & (positions[..., 1:] >= 0)).any())
 
 

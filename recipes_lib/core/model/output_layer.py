@@ -123,7 +123,7 @@ def options_by_name(
 
 
 def targets_of(options: Mapping[str, Any]) -> torch.Tensor:
-    """The token that each position has to predict, [B, S], from the options of a forward."""
+    """For a loss behind the output layer: the token that each position has to predict, [B, S]."""
     targets = options.get("shift_labels")
     if targets is None:
         targets = next_tokens(options["labels"], ignored=options.get("ignore_index", IGNORED))
@@ -145,7 +145,7 @@ def with_loss(causal: Any, output: Any, loss: torch.Tensor, options: Mapping[str
 
 
 def two_tokens(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """One token of hidden [B, S, D], and 64 times that token: [1, 2, D], in the dtype of `weight`.
+    """To try an output layer: one token of hidden [B, S, D], and 64 times that: [1, 2, D].
 
     What a model does with its logits shows in them. A factor that nobody expects changes the
     logits of both. A soft cap c tanh(logits / c) hardly changes small logits, such as those of an

@@ -17,7 +17,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put them back. Call it last: nothing may draw after it."""
+    """Put the random states back. Call it last: nothing may draw after it."""
     random.setstate(states["python"])
     torch.set_rng_state(states["cpu"])
     # This machine may have fewer devices than the one that saved.

@@ -72,14 +72,14 @@ def run_recomputed_parts(
 
 
 def needs_backward(module: nn.Module, hidden: Tensor) -> bool:
-    """Whether a backward can follow: gradients are on, and the input or a weight wants one."""
+    """Whether a backward can follow, which recomputes parts: gradients are on and wanted."""
     if not torch.is_grad_enabled():
         return False
     return hidden.requires_grad or any(p.requires_grad for p in module.parameters())
 
 
 def refuse_selective_checkpointing(*, parts: str, mixin: type) -> None:
-    """Raise ValueError inside it: it keeps what the products of all parts return.
+    """Raise ValueError inside it: it keeps what the products of all recomputed parts return.
 
     Args:
         parts: what the message calls them.
@@ -102,7 +102,7 @@ def _run_part(empty: Tensor, run: Run, parts: list[Tensor], saved_input: Any, in
 
 
 class _SaveInput(torch.autograd.Function):
-    """The identity, which saves the input once for all parts."""
+    """The identity, which saves the input once for all recomputed parts."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, empty: Tensor, split: Split) -> Tensor:

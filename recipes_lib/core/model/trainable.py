@@ -16,7 +16,7 @@ def parameters_to_train(model_or_params: torch.nn.Module | Iterable[Any]) -> Ite
 
 
 def require_whole_fp32(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError for trainable weights in 16 bits, and for parts of weights.
+    """Raise ValueError for trainable parameters in 16 bits, and for parts of them.
 
     16 bits round small steps away, and a part of a matrix (DTensor) has other directions.
     """

@@ -67,7 +67,7 @@ def grow_vocabulary(model: Any, added: Mapping[str, int]) -> Any:
 
 
 def _tables(model: Any) -> list[torch.Tensor]:
-    """The weights of the embedding and of the output layer: one, if they share it."""
+    """The tables of a vocabulary: weights of the embedding and the output layer, or one."""
     inside = model.get_input_embeddings().weight
     outside = model.get_output_embeddings()
     if outside is None or outside.weight is inside:
@@ -76,7 +76,7 @@ def _tables(model: Any) -> list[torch.Tensor]:
 
 
 def _mean_of_rows(weight: torch.Tensor, added: Mapping[str, int]) -> torch.Tensor:
-    """The mean of the rows but those of the added tokens, which may stand in a table already."""
+    """The mean of a table's rows but those of the added tokens, which may stand in it already."""
     known = torch.ones(len(weight), dtype=torch.bool, device=weight.device)
     known[[token for token in added.values() if token < len(weight)]] = False
     return weight[known].float().mean(0)

@@ -69,11 +69,11 @@ class Prediction:
 
     @property
     def kept(self) -> int:
-        """Bytes between two steps."""
+        """Predicted bytes between two steps."""
         return self.timeline.points[-1].total
 
     def at_peak(self) -> dict[str, int]:
-        """What the peak consists of, by kind."""
+        """What the predicted peak consists of, by kind."""
         return self.timeline.at_peak()
 
 
@@ -122,7 +122,7 @@ def _group_of(ranks: int) -> Iterator[None]:
 
 
 def _first_step(build: Build) -> Timeline:
-    """The step that makes the optimizer's states, as if they had been there before."""
+    """A predicted first step makes the optimizer's states, as if they had been there before."""
     model, optimizer, step = build()
     for _ in range(MOST_WARM_UP_STEPS):
         timeline = record_timeline(lambda: step(model, optimizer), model=model, optimizer=optimizer)
@@ -134,7 +134,7 @@ def _first_step(build: Build) -> Timeline:
 def _second_step(
     build: Build, account: LiveBytes, allocator: Allocator, card: Card | None
 ) -> Timeline:
-    """The step that finds states, with the peaks of the allocator."""
+    """A predicted second step finds the states, with the peaks of the allocator."""
     model, optimizer, step = build()
     if card is not None:
         allocator.take_workspaces(card.workspace)
@@ -150,7 +150,7 @@ def _second_step(
 
 @contextlib.contextmanager
 def _explained():
-    """PyTorch's own errors on tensors without data, as one sentence."""
+    """What keeps a step from being predicted: PyTorch's own error, as one sentence."""
     try:
         yield
     except (ValueError, torch.OutOfMemoryError):

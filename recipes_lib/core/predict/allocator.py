@@ -85,7 +85,7 @@ class Allocator(Listener):
     # --- what the account tells ---
 
     def changed(self, number: int, change: int) -> None:
-        """A storage was made, resized or freed."""
+        """A storage was made, resized or freed: the allocator takes or gives a block."""
         if number in self._of:
             self._give_block_back(self._of.pop(number))
         if change > 0:

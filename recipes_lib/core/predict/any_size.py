@@ -121,13 +121,13 @@ def _from_dry_steps(
 
 
 def _phases_of(timeline: Timeline) -> list[torch.Tensor]:
-    """The phases of a step, as bytes [operators, kinds]."""
+    """The phases of a shallow step, as bytes [operators, kinds]."""
     table = _bytes_by_operator(timeline)
     return [table[begin : end + 1] for _, begin, end in timeline.phases()]
 
 
 def _bytes_by_operator(timeline: Timeline) -> torch.Tensor:
-    """Bytes of each kind after each operator [operators, kinds]; nothing changes between points."""
+    """Bytes of each kind in a shallow step after each operator: [operators, kinds]."""
     numbers = torch.tensor([point.operator for point in timeline.points])
     values = torch.tensor([tuple(point.bytes.values()) for point in timeline.points])  # as KINDS
     last_change = torch.searchsorted(numbers, torch.arange(int(numbers[-1]) + 1), right=True) - 1
@@ -138,7 +138,7 @@ def _bytes_by_operator(timeline: Timeline) -> torch.Tensor:
 
 
 def _file_of_result(key: Any) -> Path:
-    """The file of a result: another one for other code, libraries, configurations and recipes."""
+    """The file of `any_size`'s result: another one for other code, libraries and recipes."""
     parts = [json.dumps(key, sort_keys=True, default=str), _digest_of_code()]
     parts += [metadata.version(name) for name in ("torch", "transformers", "peft")]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
@@ -148,7 +148,7 @@ def _file_of_result(key: Any) -> Path:
 
 @functools.cache
 def _digest_of_code() -> str:
-    """A digest of this package's sources."""
+    """A digest of this package's sources, by which a result of `any_size` is found again."""
     package = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

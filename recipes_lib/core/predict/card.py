@@ -120,7 +120,7 @@ def cards_sold_with(size: float) -> list[Card]:
 
 @contextlib.contextmanager
 def on_card(card: Card | None) -> Iterator[None]:
-    """Inside of a dry run, operators are those that `card` would choose; None changes nothing."""
+    """Inside of a dry run, kernels are those that `card` would choose; None changes nothing."""
     if card is None:
         yield
         return
@@ -182,7 +182,7 @@ def _with_all_scores(
     dropout_p: float,
     scale: float | None,
 ) -> torch.Tensor:
-    """`aten._scaled_dot_product_attention_math`, line by line, in fp32.
+    """A card's attention with all scores: PyTorch's `…_attention_math`, line by line, in fp32.
 
     The operator itself adds the mask out of place in a dry run, and on a GPU in place.
     """
@@ -200,7 +200,7 @@ def _with_all_scores(
 
 
 def _additive(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """The mask as numbers that are added to the scores, for each head [B, H, S, T]."""
+    """As a card takes the mask: numbers added to the scores, for each head [B, H, S, T]."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -215,7 +215,7 @@ def _as_autocast_gives_it(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which under autocast gets copies in fp32 of what has 16 bits."""
+    """`function` as a card runs it under autocast: with copies in fp32 of what has 16 bits."""
 
     def widened(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):

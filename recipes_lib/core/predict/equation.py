@@ -39,7 +39,7 @@ NF4 = 1 / 2 + 1 / 64 + FP32 / (64 * 256)
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the bytes of a step follow from."""
+    """What the bytes of the equation follow from."""
 
     tokens: int  # T, of all rows
     hidden: int  # D
@@ -75,7 +75,7 @@ class StepBytes:
     sizes: Sizes
 
     def moments(self) -> dict[str, int]:
-        """The bytes that are alive at each moment that can be the peak."""
+        """The equation's bytes at each moment that can be the peak."""
         always = self.weights + self.states
         return {
             "backward begins": always + self.activations + self.loss,
@@ -101,7 +101,7 @@ class StepBytes:
 
 
 def plain_step(model: Any, *, rows: int, length: int) -> StepBytes:
-    """Forward, backward and AdamW, all in the dtype of `model`, which may be on "meta"."""
+    """The equation of forward, backward and AdamW, all in the dtype of `model`, also on "meta"."""
     sizes = _sizes_of_step(model, rows, length)
     weights = sum(tensor_bytes(parameter) for parameter in model.parameters())
     return StepBytes(
@@ -117,7 +117,7 @@ def plain_step(model: Any, *, rows: int, length: int) -> StepBytes:
 
 
 def _sizes_of_step(model: Any, rows: int, length: int) -> Sizes:
-    """The sizes that a configuration and a batch say."""
+    """The sizes in the equation, as a configuration and a batch say them."""
     config = model.config.get_text_config()
     queries, keys, feed_forward = projection_widths(config)
     visited = getattr(config, "num_experts_per_tok", None)
@@ -151,7 +151,7 @@ def _sizes_of_step(model: Any, rows: int, length: int) -> Sizes:
 
 
 def _activations(sizes: Sizes) -> int:
-    """What all blocks save for backward, what they share, and the last norm.
+    """In the equation: what all blocks save for backward, what they share, and the last norm.
 
     Tiles of an MLP are made again.
     """
@@ -162,7 +162,7 @@ def _activations(sizes: Sizes) -> int:
 
 
 def _saved_by_attention(sizes: Sizes) -> int:
-    """Q, K, V and what comes out, and both norms of the block."""
+    """In the equation: Q, K, V and what comes out, and both norms of the block."""
     of_token = (2 * sizes.queries + 2 * sizes.keys) * sizes.element
     of_token += sizes.normed * (FP32 + sizes.element)  # as they are in fp32, and normalised
     of_token += (sizes.hidden + sizes.queries) * _copied(sizes)
@@ -170,7 +170,7 @@ def _saved_by_attention(sizes: Sizes) -> int:
 
 
 def _mlp(sizes: Sizes) -> int:
-    """Gate, up, the activated gate, and the product, of a tile."""
+    """In the equation: gate, up, the activated gate, and the product, of a tile."""
     of_token = 4 * sizes.feed_forward * sizes.element
     of_token += (sizes.hidden + sizes.feed_forward) * _copied(sizes)
     return sizes.tile * of_token
@@ -182,7 +182,7 @@ def _copied(sizes: Sizes) -> int:
 
 
 def _saved_by_norm(sizes: Sizes) -> int:
-    """RMSNorm: its input in fp32, that normalised if it trains, and what comes out."""
+    """In the equation RMSNorm saves its input in fp32, that normalised if it trains, its output."""
     if sizes.norms_in_tiles:
         return 2 * sizes.inputs  # what goes in and out
     in_fp32 = sizes.tokens * sizes.hidden * FP32
@@ -193,7 +193,7 @@ def _saved_by_norm(sizes: Sizes) -> int:
 
 
 def with_adapters(step: StepBytes, *, rank: int) -> StepBytes:
-    """LoRA on all linear layers of the blocks, in fp32: `rank` numbers for each end of each."""
+    """The equation with LoRA on all linear layers of the blocks: `rank` numbers for each end."""
     sizes = replace(step.sizes, frozen=True)
     ends = 7 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys + 3 * sizes.feed_forward
     adapters = FP32 * rank * ends * sizes.blocks
@@ -209,7 +209,7 @@ def with_adapters(step: StepBytes, *, rank: int) -> StepBytes:
 
 
 def in_four_bits(step: StepBytes) -> StepBytes:
-    """QLoRA's base: the linear layers of the blocks in NF4 with double quantization."""
+    """The equation with QLoRA's base: linear layers of the blocks in NF4, double quantization."""
     whole = step.sizes.linear_bytes
     packed = round(whole / step.sizes.element * NF4)
     sizes = replace(step.sizes, linear_bytes=packed)
@@ -217,20 +217,20 @@ def in_four_bits(step: StepBytes) -> StepBytes:
 
 
 def with_eager_attention(step: StepBytes) -> StepBytes:
-    """All scores [heads, S, S] after the softmax, and K and V copied for each head."""
+    """The equation with all scores [heads, S, S] after the softmax, and K, V copied per head."""
     sizes = step.sizes
     return replace(step, activations=step.activations + sizes.blocks * sizes.scores)
 
 
 def with_tiled_mlp(step: StepBytes, *, tile: int, norms: bool = False) -> StepBytes:
-    """MLPs, and norms too, see `tile` tokens at a time and keep what they read."""
+    """The equation with tiles: MLPs, and norms too, see `tile` tokens and keep what they read."""
     tile = min(tile, step.sizes.tokens)
     sizes = replace(step.sizes, tile=tile, norms_in_tiles=norms)
     return replace(step, activations=_activations(sizes), sizes=sizes)
 
 
 def with_checkpointing(step: StepBytes, *, group: int = 1) -> StepBytes:
-    """Of each block only its input [T, D] stays; of nested checkpoints, that of each group.
+    """The equation with checkpoints: each block keeps its input [T, D]; nested, each group does.
 
     Backward makes one block again and the gradients in it: of its output, of the gate and of the
     product. Nested checkpoints make the inputs of a group again, too.
@@ -260,7 +260,7 @@ def with_checkpointing(step: StepBytes, *, group: int = 1) -> StepBytes:
 
 
 def with_inputs_elsewhere(step: StepBytes) -> StepBytes:
-    """The inputs of checkpointed blocks wait on the host or on disk; that of the last block stays.
+    """The equation with checkpointed inputs on the host or on disk; that of the last block stays.
 
     Nothing is left that backward uses up, so its highest moment is in the first block, beside the
     gradients of all others.
@@ -276,9 +276,10 @@ def with_inputs_elsewhere(step: StepBytes) -> StepBytes:
 
 
 def with_chunked_loss(step: StepBytes) -> StepBytes:
-    """Not all logits: 64 MiB of those of a chunk and of their gradients; and the gradients of the
-    output layer and of what it reads [T, D]. To that of a tied table the second half is added in
-    place: there is one copy.
+    """The equation with a loss in chunks: 64 MiB of a chunk's logits and of their gradients.
+
+    The gradients of the output layer and of what it reads [T, D] are whole. To that of a tied table
+    the second half is added in place: there is one copy.
     """
     sizes = step.sizes
     of_table = 0 if sizes.frozen else sizes.table
@@ -290,7 +291,7 @@ def with_chunked_loss(step: StepBytes) -> StepBytes:
 
 
 def with_states_in(step: StepBytes, *, bits: int) -> StepBytes:
-    """AdamW's averages in 16 bits, or in 8 bits but for those of the embedding."""
+    """The equation with AdamW's averages in 16 bits, or in 8 but for those of the embedding."""
     element = step.sizes.element
     in_fp32 = step.sizes.table // element if bits == 8 else 0
     numbers = step.weights // element - in_fp32
@@ -298,12 +299,12 @@ def with_states_in(step: StepBytes, *, bits: int) -> StepBytes:
 
 
 def with_step_in_backward(step: StepBytes) -> StepBytes:
-    """A gradient is used at once. That of a tied table waits for its second half."""
+    """The equation with a gradient used at once. That of a tied table waits for its second half."""
     return replace(step, gradients=0)
 
 
 def sharded(step: StepBytes, *, ranks: int) -> StepBytes:
-    """FSDP: a rank keeps its part of weights, gradients and states, and gathers block by block.
+    """The equation of FSDP: a rank keeps its parts, and gathers block by block.
 
     In the backward of a block four of its size are there: the block, the next one, which arrives,
     and gradients, those that are made and those of the block before, on their way. An output layer

@@ -91,6 +91,7 @@ class _BucketsWithoutData:
         as_views: bool,
         *ignored: Any,
     ) -> None:
+        """DDP's buckets on a pretended rank: gradients are averaged with nobody."""
         self._as_views = as_views
         self._still_to_come = 0  # without `no_sync`, in this backward
         self._places: dict[nn.Parameter, torch.Tensor] = {}

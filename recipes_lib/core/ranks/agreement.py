@@ -45,7 +45,7 @@ def agree(**values: Any) -> None:
 
 
 def _as_comparable_text(value: Any) -> str:
-    """A value as text that two ranks can compare."""
+    """A value as text that ranks can compare."""
     if isinstance(value, DeviceMesh):
         return f"a mesh {value.mesh_dim_names} of {tuple(value.mesh.shape)}"
     if not isinstance(value, nn.Module):

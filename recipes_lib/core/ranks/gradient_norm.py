@@ -58,7 +58,7 @@ def clip_gradients(
 
 
 def _by_place(parameters: list[nn.Parameter]) -> dict[Place, list[torch.Tensor]]:
-    """This rank's parts of the gradients.
+    """This rank's parts of the gradients, for the norm.
 
     The place of a parameter that has no gradient is there as well: all ranks have to reduce over
     the same places in the same order.
@@ -82,7 +82,7 @@ def _mesh_of_gradient(tensor: torch.Tensor) -> Place:
 
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    """With the sum on every rank, where each rank has only a summand."""
+    """A gradient with the sum on every rank, where each rank has only a summand."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not any(place.is_partial() for place in tensor.placements):
@@ -92,14 +92,14 @@ def _summed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """What this rank holds of a gradient."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
 
 
 def _sum_of_squares(tensors: list[torch.Tensor], place: Place) -> float:
-    """Over all ranks; added up in fp64, so that their order changes no digit that counts."""
+    """Of all gradients over all ranks, in fp64: their order changes no digit that counts."""
     total = 0.0
     if tensors:
         # The norm of a 16-bit tensor would have 16 bits as well.

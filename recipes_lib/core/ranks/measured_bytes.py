@@ -47,7 +47,7 @@ class RankBytes:
 
 
 def rank_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> RankBytes:
-    """The bytes that this rank holds now. No collective: each rank may call it alone.
+    """The bytes that this rank holds now, measured. No collective: each rank may call it alone.
 
     Args:
         model: plain, or wrapped by DistributedDataParallel, or sharded.
@@ -70,7 +70,7 @@ def rank_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def _new_bytes(values: Iterable[Any], seen: Seen) -> int:
-    """Bytes of the tensors that have not been seen before; of a DTensor, of this rank's part."""
+    """Measured bytes of tensors that were not seen before; of a DTensor, of this rank's part."""
     total = 0
     for value in values:
         for tensor in plain_tensors(value):
@@ -84,7 +84,7 @@ def _new_bytes(values: Iterable[Any], seen: Seen) -> int:
 
 
 def _bucket_bytes(model: nn.Module) -> int:
-    """Bytes of DistributedDataParallel's buckets that are no `.grad`."""
+    """Measured bytes of DistributedDataParallel's buckets that are no `.grad`."""
     if not isinstance(model, DistributedDataParallel):
         return 0
     total = 0
@@ -105,7 +105,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def _split_parameters(model: nn.Module) -> list[Any]:
-    """PyTorch's records of the parameters that `fully_shard` has split."""
+    """To measure: PyTorch's records of the parameters that `fully_shard` has split."""
     found = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -117,14 +117,14 @@ def _split_parameters(model: nn.Module) -> list[Any]:
 
 
 def _at_rest(model: nn.Module, split: list[Any]) -> list[nn.Parameter]:
-    """The parameters, of split ones this rank's part, whether or not the whole is gathered now."""
+    """To measure: parameters, of split ones this rank's part, whether or not gathered now."""
     whole = {id(_gathered_parameter(each)) for each in split}
     others = [parameter for parameter in model.parameters() if id(parameter) not in whole]
     return [*(each.sharded_param for each in split), *others]
 
 
 def _gathered(split: list[Any]) -> list[torch.Tensor | None]:
-    """Whole parameters, and whole gradients that wait for the last micro-batch."""
+    """To measure: whole parameters, and whole gradients that wait for the last micro-batch."""
     found = []
     for each in split:
         found += [*each.all_gather_outputs, each.unsharded_accumulated_grad]
@@ -133,5 +133,5 @@ def _gathered(split: list[Any]) -> list[torch.Tensor | None]:
 
 
 def _gathered_parameter(split_parameter: Any) -> nn.Parameter | None:
-    """The gathered parameter; None before the first forward."""
+    """To measure: the gathered parameter; None before the first forward."""
     return getattr(split_parameter, "_unsharded_param", None)

@@ -80,6 +80,7 @@ class RankPool:
     """
 
     def __init__(self, *, ranks: int = 2, device: str | None = None) -> None:
+        """A pool without processes yet; ValueError for more ranks than GPUs."""
         device = machine().device if device is None else device
         if device == "cuda" and ranks > torch.cuda.device_count():
             raise ValueError(
@@ -216,7 +217,7 @@ class _Failure(Exception):
 
 
 def _lead_a_group() -> int:
-    """The number of this process, which is ended as a whole, with workers that it has started."""
+    """In a process of the pool: its number, by which it is ended with all that it has started."""
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     return os.getpid()
@@ -228,7 +229,7 @@ def _end_with_parent() -> None:
 
 
 def _join_process_group(rank: int, ranks: int, device: str, meeting: str) -> None:
-    """Join the process group, on the device of this rank and on the loopback address."""
+    """In a process of the pool: join the others, on this rank's device and the loopback address."""
     for name in OF_TORCHRUN:
         os.environ.pop(name, None)
     for _, name in socket.if_nameindex():
@@ -253,7 +254,7 @@ def _join_process_group(rank: int, ranks: int, device: str, meeting: str) -> Non
 
 
 def _call_on_rank(path: list[str], call: bytes, timeout: float, stack: str) -> Any:
-    """What the function returns, if this is rank 0."""
+    """In a process of the pool: what the function returns, if this is rank 0."""
     sys.path[:] = path
     torch.manual_seed(0)
     gc.collect()  # models of the last call refer to themselves, and this one may count bytes

@@ -50,7 +50,7 @@ class Traffic:
         return round(sum(self.sent_by_kind.values()))
 
     def add(self, kind: str, sent: float) -> None:
-        """Enter one call."""
+        """Enter one call of a collective."""
         self.calls[kind] = self.calls.get(kind, 0) + 1
         self.sent_by_kind[kind] = self.sent_by_kind.get(kind, 0) + sent
 
@@ -99,6 +99,7 @@ class _TrafficCounter(TorchDispatchMode):
         self._traffic = traffic
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Count the collective, if this operator is one, and run it."""
         kwargs = kwargs or {}
         kind = _kind_of(func._schema.name)
         if kind is not None:
@@ -112,6 +113,7 @@ class _TrafficCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _enter_call(self, kind: str, given: dict[str, Any]) -> None:
+        """Enter the bytes that this rank sends in a collective."""
         group = _group_of_call(given)
         sizes = [size for size in map(_bytes_of, given.values()) if size > 0]
         if kind in OF_PARTS:

@@ -141,7 +141,7 @@ def rank_step(
 
 
 def averaging(model: Any, *, now: bool) -> contextlib.AbstractContextManager[None]:
-    """The context of a forward and backward that averages the gradients over ranks, or does not."""
+    """Around a micro-batch of a step: gradients are averaged over ranks after it, or not yet."""
     if hasattr(model, "set_requires_gradient_sync"):  # fully_shard
         model.set_requires_gradient_sync(now)
     elif not now:

@@ -136,7 +136,7 @@ def _for_model(options: Options, model: Any) -> dict[str, Any]:
 
 
 def give_full_attention(model: Any) -> None:
-    """A pattern is tried beside full attention, also where it replaces another pattern."""
+    """For a proof: a pattern is tried beside full attention, also in place of another pattern."""
     now = str(model.config.get_text_config()._attn_implementation)
     if not any(part in now for part in FULL_ATTENTIONS):
         model.set_attn_implementation("eager")
@@ -165,6 +165,7 @@ class Proof:
         kernel: bool,
         autocast: torch.dtype | None,
     ):
+        """What is to be proven: that `apply` keeps what it promises, on this model."""
         self.model = model
         self.apply = apply
         self.args = args
@@ -193,7 +194,7 @@ class Proof:
         return changed
 
     def _broken_promise(self, changed: Any, snapshot: Snapshot) -> str | None:
-        """What is not as promised, in a few words; None if all is."""
+        """What the proof finds other than promised, in a few words; None if all is well."""
         if changed is self.model and not snapshot.differs():
             return "nothing in the model has changed"
         # Rounded weights are no parameters any more, shared or not.
@@ -212,7 +213,7 @@ def _one_line(error: Exception) -> str:
 
 
 def shared_between_blocks(model: Any) -> int:
-    """How many weights belong to several blocks."""
+    """For a proof: how many weights belong to several blocks."""
     owners: dict[int, set[int]] = {}
     for index, block in enumerate(decoder_blocks(model)):
         for parameter in block.parameters():
@@ -222,7 +223,7 @@ def shared_between_blocks(model: Any) -> int:
 
 @contextlib.contextmanager
 def counted_attention(model: Any) -> Iterator[list[str]]:
-    """Names of the attention that the configuration names, one for each call of it inside."""
+    """For a proof: the name of the model's attention, once for each call of it inside."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     calls: list[str] = []

@@ -12,7 +12,7 @@ LEAST = 0.05  # of the largest logit: what 16 bits may differ by, and a leak exc
 
 
 def documents_leak(model: Any) -> bool:
-    """Two documents in a row, in one order and in the other: does the place change the logits?"""
+    """Whether two documents in a row read each other: in the other order the logits change then."""
     half = TOKENS // 2
     ids = (torch.arange(TOKENS, device=model.device) * 7 + 3) % words_of(model)
     rows = torch.stack([ids, ids.roll(half)])

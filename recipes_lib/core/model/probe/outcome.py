@@ -42,12 +42,12 @@ class Limits(NamedTuple):
 
 
 def words_of(model: Any) -> int:
-    """How many tokens of the vocabulary are in use here."""
+    """How many tokens of the vocabulary an outcome uses."""
     return min(model.config.get_text_config().vocab_size, 997)
 
 
 def row_of(model: Any) -> dict[str, Tensor | bool]:
-    """Two rows of tokens with padding behind the second."""
+    """For an outcome: two rows of tokens with padding behind the second."""
     count = torch.arange(2 * TOKENS, device=model.device).view(2, -1)
     ids = (count * 7 + 3) % words_of(model)
     mask = (count < 2 * TOKENS - TOKENS // 3).long()
@@ -65,7 +65,7 @@ def outcome(
 
 
 def _loss_logits_and_gradients(model: Any, promise: str) -> dict[str, Tensor | None]:
-    """Each by its name, of two rows of tokens; without gradients where weights are rounded."""
+    """The outcome by name: loss, logits, gradients of two rows; none where weights are rounded."""
     row = row_of(model)
     if promise == "rounds":
         with undisturbed(model, training=False):
@@ -82,6 +82,7 @@ def _loss_logits_and_gradients(model: Any, promise: str) -> dict[str, Tensor | N
 
 
 def _loss_and_logits(model: Any, row: dict) -> tuple[dict[str, Tensor | None], Tensor]:
+    """The outcome of a row: its loss, and the logits of what is no padding."""
     out = model(**row)
     found = {"loss": out.loss.detach()}
     if out.logits is not None:  # a loss in chunks makes none
@@ -90,7 +91,7 @@ def _loss_and_logits(model: Any, row: dict) -> tuple[dict[str, Tensor | None], T
 
 
 def watched(model: Any, promise: str) -> dict[str, nn.Parameter]:
-    """What trains in the first and the last block and outside of them; of adapters, all."""
+    """An outcome's gradients: first and last block and outside of them; of adapters, all."""
     left_out = set()
     if promise != "grows":
         for block in decoder_blocks(model)[1:-1]:
@@ -103,13 +104,13 @@ def watched(model: Any, promise: str) -> dict[str, nn.Parameter]:
 
 
 def thinned(gradient: Tensor) -> Tensor:
-    """Every n-th row: a million numbers of a tensor are enough, from all heads and channels."""
+    """Every n-th row of an outcome's tensor: a million numbers, of all heads and channels."""
     return gradient[:: max(1, gradient.numel() // TABLES_SEEN)].clone()
 
 
 @contextlib.contextmanager
 def undisturbed(model: Any, *, training: bool) -> Iterator[None]:
-    """No dropout, nothing compiled; modes, buffers and random states come back afterwards."""
+    """For an outcome: no dropout, nothing compiled; modes, buffers, random states come back."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     devices = [model.device] if model.device.type == "cuda" else []
@@ -172,7 +173,7 @@ def difference(old: dict, new: dict, limits: Limits, dtype: torch.dtype) -> str 
 
 
 def _not_finite_or_missing(new: dict, gradients: dict, promise: str) -> str | None:
-    """A number that is none, or an adapter that learns nothing, in a few words."""
+    """In an outcome: a number that is none, or an adapter that learns nothing."""
     for name, value in new.items():
         if value is not None and not value.isfinite().all():
             return f"the {name} is not finite"
@@ -184,7 +185,7 @@ def _not_finite_or_missing(new: dict, gradients: dict, promise: str) -> str | No
 
 
 def _names_to_compare(old: dict, new: dict, promise: str) -> list[str]:
-    """What a promise is about: all of it, or the loss and the logits."""
+    """What two outcomes are compared by: all of it, or the loss and the logits."""
     names = [name for name in old if name in new]
     if promise in ("exact", "function"):
         return names
@@ -198,7 +199,7 @@ def as_numbers(value: Tensor | None) -> Tensor:
 
 
 def precision_of(model: Any) -> torch.dtype:
-    """The dtype whose rounding a model has: layers in four bits may compute in bf16."""
+    """The dtype whose rounding an outcome has: layers in four bits may compute in bf16."""
     if any(getattr(weight, "quant_state", None) is not None for weight in model.parameters()):
         return torch.bfloat16
     return model.dtype

@@ -46,7 +46,7 @@ class Snapshot:
     """
 
     def __init__(self, model: Any):
-        """Note what modules, parameters and configurations refer to, and what may change inside."""
+        """To undo a technique: note what things refer to, and what may change inside."""
         configs = {}
         for module in model.modules():
             config = vars(module).get("config")
