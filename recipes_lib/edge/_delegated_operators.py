@@ -55,7 +55,7 @@ class Delegation:
         return inside / max(1, inside + outside)
 
     def outside(self) -> tuple[OperatorRow, ...]:
-        """The rows of which something stayed outside, the most frequent first."""
+        """The operators of which something stayed outside of the backend; most frequent first."""
         rows = [row for row in self.rows if row.outside]
         return tuple(sorted(rows, key=lambda row: (-row.outside, row.name)))
 
@@ -80,7 +80,7 @@ def read_delegation(graph_module: Any) -> Delegation:
 
 
 def _operator_names(nodes: Iterable[Any]) -> list[str]:
-    """Of all calls of operators, without what only takes results apart.
+    """The operators to count, without what only takes results apart.
 
     `aten::convolution` is "convolution"; other families keep their first name.
     """

@@ -14,7 +14,7 @@ from recipes_lib.edge._delegated_operators import Delegation
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A model as one file."""
+    """A model as one exported file."""
 
     path: Path
     bytes: int
@@ -24,7 +24,7 @@ class ExportedFile:
 
 @contextlib.contextmanager
 def whole_or_none(path: Path) -> Iterator[Path]:
-    """A place for a file that gets the name `path` when the block ends without an error.
+    """A place for an exported file, which gets the name `path` when the block ends without error.
 
     An export that is cut leaves nothing: the place is in a folder that is removed.
     """

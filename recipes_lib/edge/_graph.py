@@ -64,7 +64,7 @@ def capture_graph(
 
 @contextlib.contextmanager
 def sparing_the_collector() -> Iterator[None]:
-    """Python's garbage collector looks at what is made inside of the block, and at nothing else.
+    """While a graph is made, the garbage collector looks at nothing that was there before.
 
     An export makes so many objects that the collector comes again and again. Each time it would
     look through all that the imports have made, which takes as long as the export itself.
@@ -77,7 +77,7 @@ def sparing_the_collector() -> Iterator[None]:
 
 
 def _require_plain_weights(model: nn.Module) -> None:
-    """An exporter rounds by itself, and takes a weight for what it computes with."""
+    """An exporter of graphs rounds by itself, and takes a weight for what it computes with."""
     refuse_quantized(
         model,
         way_out="the export would round it again; export the model as it was before "

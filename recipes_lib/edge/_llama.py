@@ -37,14 +37,14 @@ def require_llama(model: Any, *, families: tuple[str, ...], rope_types: tuple[st
 
 
 def in_pairs(weight: Tensor, *, head_dim: int) -> Tensor:
-    """The rows of a query or a key [N, K], or its bias [N], as these programs turn them."""
+    """The rows of a Llama's query or key [N, K], or its bias [N], as these programs turn them."""
     shape = weight.shape
     halves = weight.reshape(-1, 2, head_dim // 2, *shape[1:])  # [H, 2, D/2, K]
     return halves.transpose(1, 2).reshape(shape).contiguous()
 
 
 def head_width(config: Any) -> int:
-    """D, the numbers of a head."""
+    """D, the numbers of a Llama's head."""
     given = getattr(config, "head_dim", None)
     if given is not None:
         return given

@@ -64,6 +64,7 @@ def noise_to(path: Path | str | None = None) -> Iterator[IO[str]]:
 
 
 def _open_log(path: Path | str | None) -> IO[str]:
+    """The file to which libraries print: of this name, or one that goes when it is closed."""
     if path is None:
         return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
     path = Path(path)

@@ -44,12 +44,12 @@ OLDEST_CMAKE = (3, 28)  # older ones find the package, and none of its targets
 
 
 def plain_write(tensor: Tensor, path: Path) -> None:
-    """The numbers of `tensor` as they lie in memory, 4 bytes each, the last dimension first."""
+    """For the C++ program: the numbers of `tensor` as they lie in memory, 4 bytes each."""
     path.write_bytes(tensor.detach().contiguous().numpy().tobytes())
 
 
 def plain_read(path: Path) -> Tensor:
-    """Such a file as a flat tensor: nothing in it tells the shape."""
+    """The C++ program's file as a flat tensor: nothing in it tells the shape."""
     return torch.from_numpy(numpy.fromfile(path, dtype=numpy.float32))
 
 
@@ -111,6 +111,7 @@ def find_cmake() -> str:
 
 
 def _run_program(command: list[Any]) -> str:
+    """What cmake or the C++ program prints; ValueError if it fails."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:

@@ -59,7 +59,7 @@ class PlainRecorder(TorchDispatchMode):
 
 
 def plain_replay(program: list[tuple], recorded: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-    """Run `program` on another input, without the model; `recorded` are its input and output."""
+    """Run the exported `program` on another input; `recorded` are its own input and output."""
     old_input, old_output = recorded
     now = {id(old_input): x}  # the tensor that stands where a recorded one stood
 

@@ -59,7 +59,7 @@ ROTATED = ("q_proj", "k_proj")
 
 
 def plain_q8_0(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`weight` [N, K] as levels [N, K/32, 32] from -127 to 127, and scales [N, K/32] in 16 bits."""
+    """GGUF's Q8_0: `weight` [N, K] as levels [N, K/32, 32] from -127 to 127, and 16-bit scales."""
     blocks = weight.reshape(len(weight), -1, BLOCK)
     scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
     levels = (blocks / scale).round()
@@ -204,6 +204,7 @@ def _require_what_gguf_can_say(model: Any) -> None:
 
 
 def _pre_tokenizer_of(config: Any, given: str | None) -> str:
+    """GGUF's name for how a text is cut into words; ValueError for an unknown vocabulary."""
     if given is not None:
         return given
     known = PRE_TOKENIZERS.get((config.model_type, config.vocab_size))
@@ -216,7 +217,7 @@ def _pre_tokenizer_of(config: Any, given: str | None) -> str:
 
 
 def _vocabulary_of(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The tokens of the tokenizer's BPE in the order of their ids, as JSON has them."""
+    """The tokens that GGUF stores, those of the tokenizer's BPE in the order of their ids."""
     described = {}
     if hasattr(tokenizer, "backend_tokenizer"):
         described = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -269,7 +270,7 @@ def _add_tokenizer(
 
 
 def _add_stops(writer: Any, model: Any, tokenizer: Any) -> None:
-    """Where a text ends: as the model stops in transformers, which its tokenizer may not know.
+    """Where a text ends for llama.cpp: as in transformers, which its tokenizer may not know.
 
     GGUF has a name for each of three, and llama.cpp stops at all of them.
     """
@@ -282,7 +283,7 @@ def _add_stops(writer: Any, model: Any, tokenizer: Any) -> None:
 
 
 def _begins_a_text(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts its first token before each text, as that of Llama 3 does."""
+    """Whether llama.cpp has to put a first token before each text, as Llama 3's tokenizer."""
     if tokenizer.bos_token_id is None:
         return False
     ids = tokenizer("a")["input_ids"]

@@ -50,7 +50,7 @@ PRODUCTS_AT_ONCE = 4
 
 
 def plain_whole_number_layer(x: Tensor, weight: Tensor) -> Tensor:
-    """x [M, K] times `weight` [N, K] in whole numbers; the scales multiply the sums."""
+    """As ONNX Runtime does: x [M, K] times `weight` [N, K] in whole numbers, then the scales."""
     scale_w = weight.abs().amax(dim=1) / 127  # [N]
     whole_w = (weight / scale_w[:, None]).round().int()
     smallest = x.min().clamp(max=0)  # 0 is one of the levels
@@ -154,6 +154,7 @@ class _CalibrationBatches:
     """The calibration set as ONNX Runtime asks for it, in batches that the file takes."""
 
     def __init__(self, session: OnnxModel, calibration: Tensor) -> None:
+        """Images for ONNX Runtime to calibrate with, in batches that the graph takes."""
         [(self.name, shape)] = session.inputs.items()
         batch_size = 32
         if not isinstance(shape[0], str):  # not the name of a size that may differ
@@ -169,7 +170,7 @@ class _CalibrationBatches:
 
 
 def _layers_that_read_an_image(model: Any) -> list[str]:
-    """Names of the convolutions that sum over less than four channels, depthwise ones aside."""
+    """In the .onnx file: convolutions over less than four channels, depthwise ones aside."""
     shapes = {tensor.name: tensor.dims for tensor in model.graph.initializer}
     found = []
     for node in model.graph.node:
@@ -192,7 +193,7 @@ class OnnxModel:
         self.inputs = {info.name: tuple(info.shape) for info in session.get_inputs()}
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """One forward: a tensor, or a tuple where the graph returns several."""
+        """One forward of the .onnx file: a tensor, or a tuple where the graph returns several."""
         arrays = [part.detach().numpy() for part in inputs]
         outputs = self._session.run(None, dict(zip(self.inputs, arrays, strict=True)))
         tensors = [torch.from_numpy(array) for array in outputs]
@@ -241,14 +242,14 @@ def _runtime_session(path: Path | str, **settings: Any) -> Any:
 
 
 def overflows_in_16_bits() -> bool:
-    """Whether this machine sums pairs of 8-bit products in 16 bits: x86 without VNNI."""
+    """Whether ONNX Runtime sums pairs of 8-bit products in 16 bits here: on x86 without VNNI."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     return not torch.cpu._is_vnni_supported()
 
 
 def _check_layers_are_whole_numbers(model: Any, *, in_fp32: list[str]) -> None:
-    """Every layer reads its weight in whole numbers, but those that are named."""
+    """Every layer of the .onnx file reads its weight in whole numbers, but those that are named."""
     nodes = model.graph.node
     whole = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
     layers = [node for node in nodes if node.op_type in LAYERS and node.name not in in_fp32]
@@ -261,7 +262,7 @@ def _check_layers_are_whole_numbers(model: Any, *, in_fp32: list[str]) -> None:
 
 
 def _without_remarks(model: Any) -> Any:
-    """Each node remembers its line in Python: a tenth of the file of a small model."""
+    """In ONNX each node remembers its line in Python: a tenth of the file of a small model."""
     for part in [*model.graph.node, *model.graph.value_info, *model.graph.input]:
         part.ClearField("metadata_props")
         part.ClearField("doc_string")

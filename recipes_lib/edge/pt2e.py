@@ -40,7 +40,7 @@ BATCH = 64  # of the calibration
 
 
 def plain_grid(smallest: float, largest: float) -> tuple[float, int]:
-    """Scale and zero of 256 levels between two numbers; 0 is one of the levels."""
+    """PT2E's grid: scale and zero of 256 levels between two numbers; 0 is one of the levels."""
     smallest = min(smallest, 0.0)
     largest = max(largest, 0.0)
     scale = (largest - smallest) / 255

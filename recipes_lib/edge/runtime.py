@@ -50,7 +50,7 @@ class Lifetime(NamedTuple):
 
 
 def plain_plan(tensors: Sequence[Lifetime]) -> tuple[list[int], int]:
-    """The offset of each tensor in one block, and the bytes of the block."""
+    """The memory plan of a .pte: the offset of each tensor in one block, and the block's bytes."""
     offsets = {}
     block = 0
     for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].bytes):
@@ -76,7 +76,7 @@ class PteModel:
         self.load_seconds = load_seconds
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """One forward: a tensor, or a tuple where the program returns several."""
+        """One forward of the .pte: a tensor, or a tuple where the program returns several."""
         # The runtime takes the bytes of "channels last" for those of the ordinary order, without a
         # word, and the answer is wrong.
         ordered = [part.detach().contiguous() for part in inputs]

@@ -114,7 +114,7 @@ def choose_chain(
 
 
 def _excess(choice: Choice, megabytes: float, milliseconds: float) -> float:
-    """How many times the limit it takes, of the one that it exceeds most."""
+    """How many times the limit a chain takes, of the limit that it exceeds most."""
     of_size = choice.file_bytes / (megabytes * MEGABYTE)
     of_time = choice.seconds * MILLISECONDS / milliseconds
     return max(of_size, of_time)
@@ -133,5 +133,5 @@ def predicted_choices(chains: Sequence[Chain], *, speeds: Mapping[str, Any]) -> 
 
 
 def predicted_file_bytes(chain: Chain) -> float:
-    """Bytes of the weights, of their scales, and of the graph."""
+    """Bytes of the file that a chain leaves: weights, their scales, and the graph."""
     return chain.weights * chain.bits / 8 + 4 * chain.scales + chain.graph

@@ -65,7 +65,7 @@ def load_trained_tensors(model: torch.nn.Module, file: Path | str) -> None:
 
 
 def base_fingerprint(model: Any) -> str:
-    """A short hash of the weights of `model`, the same in fp32 and bf16.
+    """A short hash of the base's weights for adapters, the same in fp32 and bf16.
 
     Take it before adapters and quantization.
     """
@@ -178,7 +178,7 @@ def save_merged(
 
 
 def check_merged(folder: Path | str, model: Any, rows: torch.Tensor) -> float:
-    """How far the logits of a saved model are from those of `model`, on `rows` [B, S]."""
+    """How far the logits of a saved merged model are from those of `model`, on `rows` [B, S]."""
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
@@ -204,7 +204,7 @@ def _has_adapters(model: Any) -> bool:
 
 
 def _check_fingerprint(model: Any, folder: Path) -> dict[str, Any]:
-    """What the folder says of its base; another one is refused, if it names one."""
+    """What the folder of adapters says of its base; another one is refused, if it names one."""
     recorded = folder / BASE_FILE
     if not recorded.is_file():
         return {}

@@ -86,7 +86,7 @@ def completion_only_loss(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def check_labels(rows: Iterable[Row], tokenizer: Any, *, place: str = "") -> float:
-    """Refuse rows whose labels teach the wrong thing; returns the share of tokens that carry loss.
+    """Refuse labels that teach more or less than completions; returns the share that carries loss.
 
     Looks for what trains without an error: rows with no target, labels shifted in the data,
     tokens of the template that are learnt (the prompt is not masked), and an end mark that is not
@@ -116,7 +116,7 @@ def check_labels(rows: Iterable[Row], tokenizer: Any, *, place: str = "") -> flo
 
 
 def _problem_of(row: Row, ends: set[int], markers: set[int]) -> str | None:
-    """What the labels of `row` teach that they should not; None if all is well."""
+    """What the labels of `row` teach beside the completion, or do not; None if all is well."""
     ids = row["input_ids"]
     labels = row["labels"]
     learnt = [i for i, label in enumerate(labels) if label != IGNORED]
@@ -154,6 +154,7 @@ def _problem_of(row: Row, ends: set[int], markers: set[int]) -> str | None:
 
 
 def _require_logits_to_keep(model: Any) -> None:
+    """Raise ValueError for a model that cannot leave the logits of prompts out."""
     forward = without_adapters(model).forward
     if "logits_to_keep" not in inspect.signature(forward).parameters:
         raise ValueError(
@@ -163,6 +164,7 @@ def _require_logits_to_keep(model: Any) -> None:
 
 
 def _end_marks(tokenizer: Any) -> set[int]:
+    """The tokens with which a completion may end."""
     known = {tokenizer.convert_tokens_to_ids(end) for end in ENDS}
     known.discard(tokenizer.unk_token_id)  # stands for the marks that this tokenizer does not have
     known.add(tokenizer.eos_token_id)  # in GPT-2 this is the unknown token as well

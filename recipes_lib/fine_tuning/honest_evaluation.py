@@ -112,6 +112,7 @@ class RowLosses:
         return f"{mean} (95 % interval {low:.2f} to {high:.2f})"
 
     def __sub__(self, other: RowLosses) -> RowLosses:
+        """The paired differences of two models; ValueError for other rows."""
         if not torch.equal(self.targets, other.targets):
             raise ValueError(
                 f"{len(self.targets)} and {len(other.targets)} rows of other targets: "

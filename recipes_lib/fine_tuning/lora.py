@@ -139,7 +139,7 @@ def target_linears(
 
 
 def linears_of_blocks(model: Any) -> dict[str, torch.nn.Module]:
-    """All linear layers of the blocks but routers, by their full names."""
+    """What LoRA can adapt: all linear layers of the blocks but routers, by their full names."""
     inside = set(decoder_blocks(model).modules())
     linears = {}
     for name, module in model.named_modules():
@@ -149,7 +149,7 @@ def linears_of_blocks(model: Any) -> dict[str, torch.nn.Module]:
 
 
 def _is_attention(name: str) -> bool:
-    """Whether the layer of this full name belongs to the attention.
+    """Whether the layer of this full name belongs to the attention, for LoRA's targets.
 
     Not its gate (AFMoE), whose name peft takes for a part of an expert, also when it loads a file.
     """
@@ -157,7 +157,7 @@ def _is_attention(name: str) -> bool:
 
 
 def _require_all_weights(model: Any, linears: dict[str, torch.nn.Module]) -> None:
-    """A mixture of experts keeps the weights of all its experts in one tensor, in no layer."""
+    """LoRA does not reach experts: a mixture keeps their weights in one tensor, in no layer."""
     for name, _ in model.named_parameters():
         owner, _, _ = name.rpartition(".")
         if ".experts." in name and owner not in linears:
@@ -168,7 +168,7 @@ def _require_all_weights(model: Any, linears: dict[str, torch.nn.Module]) -> Non
 
 
 def _by_name(linears: dict[str, torch.nn.Module], names: str | Sequence[str]) -> list[str]:
-    """The names in `linears` that end with one of `names`; a misspelt one must not pass."""
+    """LoRA's targets: names in `linears` that end with one of `names`; none may be misspelt."""
     endings = [names] if isinstance(names, str) else names
     chosen = set()
     for ending in endings:
@@ -181,7 +181,7 @@ def _by_name(linears: dict[str, torch.nn.Module], names: str | Sequence[str]) ->
 
 
 def _refuse_unfit(model: Any, chosen: Sequence[str], linears: dict[str, torch.nn.Module]) -> None:
-    """Layers that nobody calls, whose adapter would do nothing, and layers that share a weight.
+    """What LoRA cannot adapt: layers that nobody calls, and layers that share a weight.
 
     Adapters on both of these would pull them apart, and merged, each would count for both.
     """

@@ -234,7 +234,7 @@ def _on_a_plain_base(model: Any) -> Any:
 
 
 def _logits_of_few_tokens(model: Any) -> torch.Tensor:
-    """Of a few tokens. Not the loss, to which AdaLoRA adds a term of its own."""
+    """To compare a merged model: logits of a few tokens. AdaLoRA adds a term to the loss."""
     return outcome(model, promise="rounds")["logits"].float()
 
 
@@ -246,7 +246,7 @@ def _rounds_as(model: Any) -> torch.dtype:
 
 
 def _dequantized_layer(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Linear:
-    """A plain layer with this weight, in the dtype that was quantized."""
+    """A plain layer with the dequantized weight of a 4-bit one, in the dtype that was quantized."""
     dtype = layer.weight.quant_state.dtype
     plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     plain.weight = torch.nn.Parameter(weight.to(dtype))
@@ -266,7 +266,7 @@ def _dequantized_layer(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn
 
 
 def check_gradient_flow(model: Any, batch: dict[str, torch.Tensor]) -> None:
-    """Raise RuntimeError unless `batch` gives every adapter of the first block a gradient.
+    """Raise RuntimeError unless `batch` gives each adapter of the 4-bit first block a gradient.
 
     `batch` holds tensors [B, S], labels among them. One forward and backward; `.grad` stays as it
     is. Zero counts as none: past a layer that cuts the gradient the residual stream still carries
@@ -305,7 +305,7 @@ BLOCK_SIZES = (64, 32)  # weights that share a scale: the first that divides a r
 
 
 def block_size_of(name: str, layer: torch.nn.Module) -> int:
-    """The block size of a layer that is to be quantized, or ValueError if it cannot be."""
+    """The block size of NF4 for a layer that is to be quantized; ValueError if it cannot be."""
     if type(layer) is not torch.nn.Linear:
         raise ValueError(
             f"{name} is a {type(layer).__name__} and only nn.Linear is quantized here (GPT-2 "
@@ -320,7 +320,7 @@ def block_size_of(name: str, layer: torch.nn.Module) -> int:
 
 
 def _refuse_wrong_scales(name: str, in_features: int, block_size: int) -> None:
-    """Raise ValueError for rows that fall into trap 2."""
+    """Raise ValueError for rows of 4-bit weights that fall into trap 2."""
     if in_features % 16 == 0 and in_features % block_size:
         raise ValueError(
             f"{name} has {in_features} inputs, a multiple of 16 but not of the block size "

@@ -125,7 +125,7 @@ def throughput_table(
 
 
 def _steps_behind(decoder: CausalDecoder, row: Tensor, size: int, steps: int) -> Callable[[], None]:
-    """What decodes `steps` tokens for `size` rows, each time from the end of the prompt."""
+    """What decodes `steps` tokens for a batch of `size` rows, each time from the prompt's end."""
     tokens = row.expand(size, -1).contiguous()  # [B, S]
     length = row.shape[1]
     cache = decoder.new_cache(batch=size, max_tokens=length + steps)

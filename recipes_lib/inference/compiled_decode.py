@@ -81,6 +81,7 @@ class CompiledDecoder(nn.Module):
     """It follows `core.model.decoding.CausalDecoder`, as the decoder inside does."""
 
     def __init__(self, decoder: Any, max_tokens: int) -> None:
+        """A decoder without a compiled step yet, whose caches have `max_tokens` places."""
         super().__init__()
         self.decoder = decoder
         self.vocabulary = decoder.vocabulary
@@ -91,7 +92,7 @@ class CompiledDecoder(nn.Module):
         self._free: dict[int, list[_StaticStorage]] = defaultdict(list)
 
     def new_cache(self, *, batch: int = 1, max_tokens: int) -> StaticCache:
-        """An empty cache for `batch` rows; it has the decoder's places, however few are needed."""
+        """An empty static cache for `batch` rows; it has all places, however few are needed."""
         if max_tokens > self.max_tokens:
             raise ValueError(
                 f"max_tokens={max_tokens}: the compiled step has {self.max_tokens} places, which "
@@ -116,7 +117,7 @@ class CompiledDecoder(nn.Module):
         last_only: bool = False,
         row_by_row: bool = False,
     ) -> Tensor:
-        """Append `tokens` [B, K]; logits [B, K, V], or [B, 1, V] of the last with `last_only`.
+        """The compiled decoder appends `tokens` [B, K]: logits [B, K, V], or of the last [B, 1, V].
 
         One token runs compiled, and so do several with `row_by_row`, one after the other.
         """
@@ -169,6 +170,7 @@ class _StaticStorage:
     """
 
     def __init__(self, plain: KeyValueCache) -> None:
+        """The tensors that a compiled step reads and writes, at addresses that stay."""
         self.keys = plain.keys
         self.values = plain.values
         self.dtype = plain.dtype
@@ -221,14 +223,14 @@ class StaticCache(KeyValueCache):
         """Nothing inside the graph: the compiled decoder asks before each step."""
 
     def positions(self, tokens: int) -> Tensor:
-        """As in `KeyValueCache`, from the position on the device."""
+        """Where the compiled step writes, by the position on the device."""
         slots = self.position + torch.arange(tokens, device=self.position.device)  # [K]
         if self.starts is None:
             return slots
         return (slots - self._first).clamp(min=0)
 
     def mask(self, tokens: int) -> Tensor:
-        """bool [B or 1, 1, K, T]: which of all places the next K tokens may look at."""
+        """For the compiled step: which of all T places K tokens look at, bool [B or 1, 1, K, T]."""
         slots = torch.arange(self.capacity, device=self.position.device)
         own = (self.position + torch.arange(tokens, device=self.position.device))[:, None]
         visible = slots <= own  # [K, T]
@@ -238,7 +240,7 @@ class StaticCache(KeyValueCache):
         return ((visible & real[:, None]) | (slots == own))[:, None]
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write K new tokens; all T places of the layer come back, [B, Hkv, T, E] each."""
+        """Write K tokens into the compiled step's cache; all T places [B, Hkv, T, E] come back."""
         slots = self.position + torch.arange(keys.shape[2], device=keys.device)  # [K]
         self.keys[layer].index_copy_(2, slots, keys)
         self.values[layer].index_copy_(2, slots, values)

@@ -85,7 +85,7 @@ class Int8KeyValueCache(KeyValueCache):
     def _allocate(
         self, layers: int, shape: tuple[int, int, int, int], device: torch.device | str
     ) -> None:
-        """Codes of the keys and values of all layers, and a scale for each token and head."""
+        """Make int8 codes of the keys and values of all layers, a scale for each token and head."""
         one_per_token = (*shape[:-1], 1)
         codes = {"dtype": torch.int8, "device": device}
         self.keys = [torch.zeros(shape, **codes) for _ in range(layers)]
@@ -100,7 +100,7 @@ class Int8KeyValueCache(KeyValueCache):
         return super().nbytes + sum(scale.nbytes for scale in scales)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store K new tokens [B, Hkv, K, D] of one layer behind those that are in."""
+        """Store K new tokens [B, Hkv, K, D] of one layer in int8, behind those that are in."""
         begin = self.length
         end = begin + keys.shape[2]
         stored = [(keys, self.keys, self.key_scales), (values, self.values, self.value_scales)]

@@ -79,7 +79,7 @@ def looked_up(text: list[int], *, ngram: int, shortest: int, most: int) -> list[
 
 
 def copied(text: list[int], begin: int, most: int) -> list[int]:
-    """`most` tokens of the text from `begin` on. At its end the copy goes on in itself."""
+    """A draft by copying: `most` tokens from `begin` on. At the end the copy goes on in itself."""
     period = len(text) - begin
     return [text[begin + step % period] for step in range(most)]
 
@@ -232,6 +232,7 @@ class DecoderDrafts:
         self._cache = decoder.new_cache(max_tokens=max_tokens)
 
     def __call__(self, text: list[int], most: int) -> list[int]:
+        """A draft by the other decoder: up to `most` tokens behind `text`."""
         # The text took over the last draft up to a wrong token, and one token of the model follows:
         # before that one, the cache has the tokens of the text. All behind it is forgotten.
         self._cache.truncate(min(self._cache.length, len(text) - 1))
@@ -248,7 +249,7 @@ class DecoderDrafts:
 
 
 def row_difference(decoder: CausalDecoder, prompt: Sequence[int] | Tensor) -> float:
-    """The largest difference that a call of the last four tokens makes to their logits.
+    """How much a call of the last four tokens changes logits: a draft is checked in such a call.
 
     Compared are their logits in one call, and those of a call for each. 0.0 means that speculation
     gives the greedy answer, whatever the draft. Anything else means that a near tie can go the
@@ -265,7 +266,7 @@ def row_difference(decoder: CausalDecoder, prompt: Sequence[int] | Tensor) -> fl
 
 
 def _refuse_one_scale(decoder: CausalDecoder) -> None:
-    """Raise ValueError for layers in which a token is rounded as the others of its call demand."""
+    """Drafts are checked together: raise ValueError where tokens of a call share a rounding."""
     modules = decoder.named_modules() if isinstance(decoder, torch.nn.Module) else ()
     layers = [name for name, module in modules if marked(module, ONE_SCALE_PER_CALL)]
     if layers:

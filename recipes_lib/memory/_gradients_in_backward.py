@@ -31,6 +31,7 @@ class GradientsInBackward:
         *,
         steps: bool,
     ) -> None:
+        """In backward, hand each gradient of `parameters` to `take`."""
         self._parameters = list(parameters)
         self._hooks = []
         # The garbage collector cannot see these hooks: one that holds its parameter's optimizer

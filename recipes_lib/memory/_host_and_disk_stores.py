@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """How this one does."""
+    """How a tensor lies in its storage, which may be on the host or on a disk later."""
     return Layout(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
@@ -48,6 +48,7 @@ class SavedStorage:
     """One storage that is away, or on its way. It moves whole: views and strides need no care."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        """The storage of `tensor`, before it goes to the host or to a disk."""
         storage = tensor.untyped_storage()
         elements = storage.nbytes() // tensor.itemsize
         self.size = elements * tensor.itemsize
@@ -103,6 +104,7 @@ class HostStore:
         self._start(saved, source=saved.copy, target=saved.bytes)
 
     def _start(self, saved: SavedStorage, *, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Start a copy to the host or back, on the store's own stream."""
         self.stream.wait_stream(self._computing())  # which may still write the source
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
@@ -126,6 +128,7 @@ class DiskStore:
     """A file without a name, and one thread that serves it. A killed process leaves nothing."""
 
     def __init__(self, device: torch.device, directory: Path) -> None:
+        """A file on a disk that grows by each storage, and the thread that writes it."""
         self.device = device
         self.directory = directory
         self.file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  (`close` closes it)
@@ -158,7 +161,7 @@ class DiskStore:
         saved.wait = self.worker.submit(self._serve, task, saved.copy, view).result
 
     def _serve(self, task: Callable[[int, memoryview], None], place: int, view: memoryview) -> None:
-        """In the thread: read or write, and say which directory is full if one is."""
+        """In the thread: read from disk or write, and say which directory is full if one is."""
         try:
             with view:  # released here: this thread must not hold the last reference to a tensor
                 task(place, view)

@@ -106,7 +106,7 @@ def apply_activation_checkpointing(model: Any, *, mode: str = "block", every: in
 
 
 class Checkpointed:
-    """What `mix_in` mixes into a block."""
+    """What `mix_in` mixes into a block, so that it keeps its input and recomputes the rest."""
 
     checkpointed_index: int  # among the blocks; other techniques read this mark
     checkpoint_mode: str

@@ -135,6 +135,7 @@ class Offloader:
     """The pair of hooks: storages go out in the order of forward and come back in reverse."""
 
     def __init__(self, model: Any, store: Store, min_bytes: int, in_flight: int) -> None:
+        """Prepare to send what `model` saves for backward to the store."""
         self.moved_bytes = 0
         self._parameters = set(model.parameters())
         self._store = store
@@ -159,7 +160,7 @@ class Offloader:
         self._finish(0)
 
     def pack(self, tensor: torch.Tensor) -> Here | Away | Cast:
-        """Forward: what shall the graph keep in the place of `tensor`?"""
+        """Forward: what shall the graph keep in the place of `tensor`, which may wait elsewhere?"""
         size = self._movable_bytes(tensor)
         weight = weight_that_was_cast(tensor)
         if size >= self._min_bytes and weight in self._parameters:
@@ -197,7 +198,7 @@ class Offloader:
         return saved.tensor(packed.layout, self._store.device)
 
     def _movable_bytes(self, tensor: torch.Tensor) -> int:
-        """Bytes of the tensor's storage, 0 if it has to stay."""
+        """Bytes of a storage that can wait elsewhere, 0 if it has to stay."""
         if not self._taking or tensor.device != self._store.device:
             return 0
         if is_traceable_wrapper_subclass(tensor):  # it is more than its storage
@@ -208,7 +209,7 @@ class Offloader:
         return storage.nbytes()
 
     def _known_storage(self, tensor: torch.Tensor) -> SavedStorage | None:
-        """The tensor's storage if it is away already, with the values that it has now."""
+        """The tensor's storage if it waits elsewhere already, with the values that it has now."""
         storage = tensor.untyped_storage()
         saved = self._known.get(storage._cdata)
         # By now the address may be another storage's, and an in-place operator makes other values.
@@ -234,7 +235,7 @@ class Offloader:
 
 
 def weight_that_was_cast(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The parameter of which `tensor` is a copy in another dtype, as it is or transposed."""
+    """What stays: the parameter of which `tensor` is a copy in another dtype, also transposed."""
     node = tensor.grad_fn
     while node is not None and node.name() in ("TBackward0", "TransposeBackward0"):
         node = node.next_functions[0][0]
@@ -247,7 +248,7 @@ def weight_that_was_cast(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _device_of_blocks(model: Any) -> torch.device:
-    """The one device of all blocks. Raises ValueError for fewer than two blocks."""
+    """The device from which activations go: the one of all blocks, of which there are two."""
     blocks = decoder_blocks(model)
     devices = {parameter.device for parameter in model.parameters()}
     if len(blocks) < 2 or len(devices) > 1:
@@ -259,7 +260,7 @@ def _device_of_blocks(model: Any) -> torch.device:
 
 
 def _require_version(tensor: torch.Tensor, version: int) -> None:
-    """Raise RuntimeError after an in-place change. Autograd leaves this check to the hooks."""
+    """Raise RuntimeError after a saved tensor was changed in place: hooks have to check it."""
     if tensor._version != version:
         raise RuntimeError(
             "a tensor needed for backward was modified by an in-place operation after it was saved"

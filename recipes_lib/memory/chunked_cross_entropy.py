@@ -114,7 +114,7 @@ class LossFromHidden:
     chunked_loss: Callable[..., torch.Tensor]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever; but with labels in training mode there are no logits."""
+        """A forward with the loss in chunks: with labels in training mode there are no logits."""
         kwargs = options_by_name(super().forward, args, kwargs)
         if kwargs.get("labels") is None or not self.training:
             return super().forward(**kwargs)
@@ -143,7 +143,7 @@ class LossFromHidden:
 
 
 def _why_not(model: Any, output: Any, hidden: torch.Tensor, layer: OutputLayer) -> str | None:
-    """What the model does with its logits or its loss beside the output layer and its soft cap."""
+    """Why the loss cannot be in chunks: what the model does with logits beside its output layer."""
     others = beside_weight_and_bias(model.get_output_embeddings())
     if any(parameter.requires_grad for parameter in others):
         return "has adapters on its output layer"
@@ -239,7 +239,7 @@ class ChunkedLoss(LossWithGradients):
 def _loss_and_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, layer: LayerProducts
 ) -> torch.Tensor:
-    """The sum of the losses of logits [C, V] and targets [C, 1]; the logits become its gradient.
+    """Of a chunk: the sum of the losses of logits [C, V]; the logits become its gradient.
 
     Of one row, with p the softmax, the loss is -log p[target], and the gradient p - onehot.
     """

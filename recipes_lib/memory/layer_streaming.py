@@ -108,7 +108,7 @@ class Streamed:
     streamed_weights: StreamedWeights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run with the weights, which come before and go afterwards."""
+        """Run with the streamed weights, which come before and go afterwards."""
         if generates(self, args, kwargs):
             return self._with_weights(super().forward, *args, **kwargs)
         args, kwargs = without_caches(
@@ -140,6 +140,7 @@ class OnceMore:
         self._kwargs = kwargs
 
     def __call__(self, hidden: torch.Tensor) -> Any:
+        """Run the streamed block without a graph; note random states and autocast."""
         self._device = hidden.device.type
         self._random_states = random_states()
         self._autocast = {
@@ -149,7 +150,7 @@ class OnceMore:
         return self._forward(hidden, *self._others, **self._kwargs)
 
     def again(self, hidden: torch.Tensor) -> Any:
-        """The call once more, with a graph, random numbers and autocast as they were."""
+        """Run the streamed block again, with a graph; random numbers and autocast as they were."""
         before = random_states()
         set_random_states(self._random_states)
         try:
@@ -160,7 +161,7 @@ class OnceMore:
 
 
 class BlockOnceMore(torch.autograd.Function):
-    """A block whose first forward makes no graph. Its adapters are inputs, as is what it reads."""
+    """A streamed block whose first forward makes no graph. Its adapters are inputs, too."""
 
     @staticmethod
     def forward(ctx: Any, run: OnceMore, hidden: torch.Tensor, *trainable: torch.Tensor) -> Any:
@@ -171,7 +172,7 @@ class BlockOnceMore(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Run the block once more with its weights, and go back through that graph."""
+        """Run the streamed block once more with its weights, and go back through that graph."""
         hidden, *trainable = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])
         outputs = ctx.run.again(hidden)
@@ -187,11 +188,12 @@ class BlockOnceMore(torch.autograd.Function):
 
 
 class Place:
-    """Where a frozen weight belongs: a module and a name there."""
+    """Where a streamed weight belongs: a module and a name there."""
 
     saved: SavedStorage  # the weight itself, wherever it is
 
     def __init__(self, module: nn.Module, name: str) -> None:
+        """The place of a frozen weight, and what is to be known of it while it is away."""
         self._module = module
         self._name = name
         parameter: nn.Parameter = module._parameters[name]
@@ -209,13 +211,13 @@ class Place:
             self._empty = self._parameter_like(shape)
 
     def send(self, store: Store) -> None:
-        """Away with it, for good: nothing else refers to the weight then."""
+        """The streamed weight goes to the host for good: nothing else refers to it then."""
         self.saved = SavedStorage(self._module._parameters[self._name].data)
         store.send(self.saved)
         self.saved.arrive()
 
     def fill(self, device: torch.device) -> None:
-        """Put the weight in its place, when it has come back."""
+        """Put the streamed weight in its place, when it has come back."""
         self.saved.arrive()
         weight = self.saved.tensor(self._layout, device)
         self._module._parameters[self._name] = self._parameter_like(weight)
@@ -226,7 +228,7 @@ class Place:
         self._module._parameters[self._name] = self._empty
 
     def _parameter_like(self, data: torch.Tensor) -> nn.Parameter:
-        """Another parameter of the same kind: of bitsandbytes, too, with its scales."""
+        """A parameter for a streamed weight, of the same kind: also of bitsandbytes."""
         if issubclass(self._kind, nn.Parameter) and self._kind is not nn.Parameter:
             parameter = torch.Tensor._make_subclass(self._kind, data, False)
         else:

@@ -111,7 +111,7 @@ class _Group:
         self.handed_on: torch.Tensor | None = None
 
     def require_next(self, index: int, hidden_states: torch.Tensor) -> None:
-        """Raise ValueError unless block `index` gets what the one before it handed on."""
+        """Raise ValueError unless block `index` of a group gets what the one before handed on."""
         all_before_are_waiting = len(self.calls) == index - self.first
         as_handed_on = not self.calls or hidden_states is self.handed_on
         if not all_before_are_waiting or not as_handed_on:
@@ -156,7 +156,7 @@ def _run_group(hidden: torch.Tensor, calls: list[_Call]) -> torch.Tensor:
 
 
 def _refuse_collecting() -> None:
-    """Raise ValueError if the model collects the inputs of blocks: of a group it would see one."""
+    """Raise ValueError if the model collects inputs of blocks: of a group it would see one."""
     from transformers.utils.output_capturing import _active_collector
 
     if "hidden_states" in (_active_collector.get() or {}):

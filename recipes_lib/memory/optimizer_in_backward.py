@@ -94,6 +94,7 @@ class StepInBackward(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Let `optimizer` step in backward, each parameter by itself."""
         # No super().__init__(): groups and states are those of the wrapped optimizer.
         self.optimizer = optimizer
         self.defaults = optimizer.defaults

@@ -99,6 +99,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         max_grad_norm: float | None,
         **adamw: Any,
     ) -> None:
+        """Make AdamW over masters on the host, one for each parameter."""
         with on_the_host():
             self._slots = {parameter: Slot(parameter) for parameter in parameters}
         super().__init__([slot.master for slot in self._slots.values()], fused=True, **adamw)
@@ -136,7 +137,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _add_up(self, slot: Slot, copied: torch.cuda.Event | None) -> None:
-        """In the worker: empty the staging memory; with the last gradient, update."""
+        """In the worker on the host: empty the staging memory; with the last gradient, update."""
         if copied is not None:
             copied.synchronize()
         if slot.arrived == 0:
@@ -184,7 +185,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._link.wait()  # the next forward reads the new weights
 
     def _clip(self, gradients: list[torch.Tensor]) -> None:
-        """What `torch.nn.utils.clip_grad_norm_` does, on gradients that are in no `.grad`."""
+        """On the host: what `torch.nn.utils.clip_grad_norm_` does, on gradients in no `.grad`."""
         norm = torch.nn.utils.get_total_norm(gradients)
         factor = (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor)
@@ -224,6 +225,7 @@ class Slot:
     """What the host keeps of one parameter, beside AdamW's states."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
+        """What the host keeps of a parameter: master, gradient, staging memory."""
         self.parameter = parameter
         self.version = parameter._version  # another one means that somebody wrote new weights
         self.master = parameter.detach().to("cpu", torch.float32, copy=True)
@@ -294,7 +296,7 @@ def _require_one_device(parameters: list[nn.Parameter], *, allow_cpu: bool) -> N
 
 
 def _require_free_gradients(parameters: list[nn.Parameter]) -> None:
-    """Raise ValueError if somebody else has to have the gradients first."""
+    """The optimizer on the host takes gradients: raise ValueError if another wants them first."""
     if any(parameter.dtype == torch.float16 for parameter in parameters):
         raise ValueError(
             "fp16 needs loss scaling, which must see all gradients first: use bf16 or fp32"

@@ -152,7 +152,7 @@ class _ManyTiles(torch.autograd.Function):
 
 
 def _token_wise_modules(model: Any, norms: bool) -> list[nn.Module]:
-    """The MLP of each block, and with `norms` the norms of the residual stream."""
+    """What works in tiles: the MLP of each block, and with `norms` the norms of the stream."""
     modules = []
     for block in decoder_blocks(model):
         if not hasattr(block, "mlp"):

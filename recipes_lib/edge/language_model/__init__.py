@@ -173,7 +173,7 @@ def load_language_model(path: str | Path, *, threads: int = 1) -> PteLanguageMod
 def _llama_settings(
     path: Path, custom_attention: bool, max_length: int, metadata: dict[str, Any]
 ) -> Any:
-    """All that `export_llama` would guess.
+    """The settings of a language model's export, all that `export_llama` would guess.
 
     Left alone, it downloads a model if there is no checkpoint, takes 10,000 as the base of the
     rotation, rounds the output layer to four bits and skips layers that its group does not divide.
@@ -213,7 +213,7 @@ def _export_by_executorch(settings: Any) -> Delegation:
 
 
 def _require_what_executorch_runs(model: Any, max_length: int) -> None:
-    """Raise ValueError for what the comparison of a few tokens does not see."""
+    """Raise ValueError for what a few tokens of a language model in ExecuTorch do not show."""
     require_llama(model, families=FAMILIES_OF_EXECUTORCH, rope_types=("default", "llama3"))
     config = without_adapters(model).config
     rope = config.rope_parameters
@@ -237,7 +237,7 @@ def _require_what_executorch_runs(model: Any, max_length: int) -> None:
 
 
 def _check_groups_divide_rows(model: Any, group: int) -> None:
-    """Raise ValueError unless groups of 4-bit weights divide the rows of all layers."""
+    """Raise ValueError unless groups of the `.pte`'s 4-bit weights divide the rows of layers."""
     if group % GROUP_UNIT != 0:
         raise ValueError(f"group={group}: XNNPACK's kernels take multiples of {GROUP_UNIT}")
     for number, block in enumerate(decoder_blocks(model)):
@@ -248,7 +248,7 @@ def _check_groups_divide_rows(model: Any, group: int) -> None:
 
 
 def _check_not_rounded(weight: Tensor, name: str, group: int) -> None:
-    """Rounded weights that are rounded again land on another grid, and lose a second time."""
+    """Rounded weights that the `.pte` rounds again land on another grid, and lose a second time."""
     rows = weight.detach()[:ROWS_LOOKED_AT].float()
     groups = rows.reshape(len(rows), -1, group)
     largest = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30)
@@ -263,7 +263,7 @@ def _check_not_rounded(weight: Tensor, name: str, group: int) -> None:
 
 
 def _special_tokens(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The ids that begin and end a text, for the runner: its own defaults are other tokens."""
+    """The ids that begin and end a text, for ExecuTorch's runner: its own defaults are others."""
     source = model.generation_config
     if tokenizer is not None:
         source = tokenizer

@@ -33,6 +33,7 @@ class PteLanguageModel:
     """A language model that ExecuTorch's runtime executes; `load_language_model` makes one."""
 
     def __init__(self, path: Path, *, threads: int) -> None:
+        """Load the `.pte` of a language model, to run on so many threads."""
         with noise_to():
             require(ATTENTION_OPERATORS)
             runtime = executorch_runtime(threads=threads)
@@ -46,7 +47,7 @@ class PteLanguageModel:
             self.load_seconds = time.perf_counter() - start
 
     def prefill(self, prompt: Any) -> Tensor:
-        """Read a prompt from position 0 on. Returns the logits behind it, fp32 [V]."""
+        """The `.pte` reads a prompt from position 0 on. Returns the logits behind it, fp32 [V]."""
         ids = token_row(prompt, vocabulary=self.vocabulary)
         if ids.shape[1] >= self.max_length:
             raise ValueError(
@@ -56,13 +57,13 @@ class PteLanguageModel:
         return self._run_forward(ids, position=0)
 
     def step(self, token: int, position: int) -> Tensor:
-        """Read one token at `position`, behind all that were read. Returns the logits, fp32 [V]."""
+        """The `.pte` reads one token at `position`, behind all before. Returns logits, fp32 [V]."""
         # Behind its end the runtime would write into other memory.
         check_whole(least=0, most=self.max_length - 1, position=position)
         return self._run_forward(torch.tensor([[token]]), position=position)
 
     def greedy(self, prompt: Any, new_tokens: int) -> list[int]:
-        """The `new_tokens` most likely tokens behind `prompt`, one after the other."""
+        """The `new_tokens` most likely tokens behind `prompt` by the `.pte`, one by one."""
         position = token_row(prompt, vocabulary=self.vocabulary).shape[1]
         answer = [int(self.prefill(prompt).argmax())]
         while len(answer) < new_tokens:

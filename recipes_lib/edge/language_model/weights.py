@@ -79,6 +79,7 @@ def llama_weights(model: Any, weight_bits: int | None, group: int) -> dict[str, 
 
 
 def _rows_of_projection(linear: nn.Linear, name: str, config: Any) -> dict[str, Tensor]:
+    """The rows of a projection in the order of ExecuTorch's Llama, weight and bias."""
     rows = {"weight": _plain_tensor(linear.weight)}
     if linear.bias is not None:
         rows["bias"] = _plain_tensor(linear.bias)
@@ -151,7 +152,7 @@ def require_same_logits(model: Any, weight_bits: int | None, group: int) -> None
 
 
 def on_linear_grid(weight: Tensor, *, bits: int | None, group: int | None) -> Tensor:
-    """A linear layer's `weight` [N, K] as whole numbers; its inputs get 8 bits as they come."""
+    """For ExecuTorch: a linear layer's `weight` [N, K] as whole numbers; inputs get 8 bits."""
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig
     from torchao.quantization.granularity import PerAxis, PerGroup
 
@@ -168,7 +169,7 @@ def on_linear_grid(weight: Tensor, *, bits: int | None, group: int | None) -> Te
 
 
 def on_embedding_grid(weight: Tensor, *, bits: int | None) -> Tensor:
-    """An embedding's `weight` [V, K] as whole numbers, with one scale per row."""
+    """For ExecuTorch: an embedding's `weight` [V, K] as whole numbers, with one scale per row."""
     from torchao.quantization import IntxWeightOnlyConfig
     from torchao.quantization.granularity import PerAxis
 
@@ -180,6 +181,7 @@ def on_embedding_grid(weight: Tensor, *, bits: int | None) -> Tensor:
 
 
 def _on_torchao_grid(layer: nn.Module, weight: Tensor, config: Any) -> Tensor:
+    """The weight of a layer as torchao stores it for ExecuTorch."""
     from torchao.quantization import quantize_
 
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)

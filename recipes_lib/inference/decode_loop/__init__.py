@@ -128,6 +128,7 @@ class Decoder(nn.Module):
     cache_class: type[KeyValueCache] = KeyValueCache
 
     def __init__(self, model: Any) -> None:
+        """Fuse the weights of a Hugging Face causal LM for the decode loop."""
         super().__init__()
         inside = trunk(model)
         self.sizes = sizes_of(model)
@@ -148,7 +149,7 @@ class Decoder(nn.Module):
         self.eval()
 
     def new_cache(self, *, batch: int = 1, max_tokens: int) -> KeyValueCache:
-        """An empty cache for `batch` rows of up to `max_tokens` tokens, prompt included."""
+        """An empty cache for a decode loop of `batch` rows and up to `max_tokens` tokens."""
         self._require_trained_length(max_tokens)
         weight = self.embedding.weight
         self._grow_table(max_tokens, weight.device)
@@ -172,7 +173,7 @@ class Decoder(nn.Module):
         last_only: bool = False,
         row_by_row: bool = False,
     ) -> Tensor:
-        """Append `tokens` [B, K] to the cache; their logits [B, K, V], or of the last [B, 1, V].
+        """One turn of the decode loop: append `tokens` [B, K]; logits [B, K, V], or of the last.
 
         Args:
             row_by_row: attention of the K tokens one after the other, without a mask, as in K calls
@@ -201,7 +202,7 @@ class Decoder(nn.Module):
         return torch.view_as_complex(turn)
 
     def _require_trained_length(self, max_tokens: int) -> None:
-        """Raise ValueError for texts beyond the model's positions or its window."""
+        """Raise ValueError if the decode loop would leave the model's positions or its window."""
         positions = self.sizes.positions
         if positions is not None and max_tokens > positions:
             raise ValueError(
@@ -217,7 +218,7 @@ class Decoder(nn.Module):
             )
 
     def _grow_table(self, positions: int, device: torch.device) -> None:
-        """Cosine and sine of all angles up to `positions`, as fp32 [positions, E/2, 2]."""
+        """The decode loop's table: cosine and sine up to `positions`, [positions, E/2, 2]."""
         if len(self._table) >= positions and self._table.device == device:
             return
         # On the CPU and in fp32, so that all devices turn by the same angles.
@@ -237,6 +238,7 @@ class DecoderBlock(nn.Module):
     """Attention and MLP of one layer, with the fewest operators."""
 
     def __init__(self, index: int, block: Any, sizes: Sizes) -> None:
+        """Fuse the weights of one block for the decode loop."""
         super().__init__()
         self.index = index
         self.sizes = sizes
@@ -261,7 +263,7 @@ class DecoderBlock(nn.Module):
         cache: KeyValueCache,
         row_by_row: bool,
     ) -> Tensor:
-        """x [B, K, D] -> [B, K, D]; `turn` as `rotate` takes it, for all heads alike."""
+        """A fused block of the decode loop: x [B, K, D] -> [B, K, D], `turn` as in `rotate`."""
         sizes = self.sizes
         batch, count, _ = x.shape
 
@@ -285,7 +287,7 @@ class DecoderBlock(nn.Module):
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Turn queries or keys x [..., E] by the angles of their positions.
+    """In the decode loop: turn queries or keys x [..., E] by the angles of their positions.
 
     Dimensions 2i and 2i + 1 are one pair: a complex number, and one multiplication turns it.
     (transformers pairs i with i + E/2, and `from_transformers` reorders the rows of the weights.)
@@ -312,7 +314,7 @@ def attend(
     scale: float,
     row_by_row: bool = False,
 ) -> Tensor:
-    """Queries [B, K, Hq, E] of the last K tokens look at keys and values [B, Hkv, T, E].
+    """In the decode loop: queries [B, K, Hq, E] of K tokens look at keys and values [B, Hkv, T, E].
 
     Returns [B, K, Hq * E]. Without a mask each of them sees itself and all tokens before.
     """
@@ -350,7 +352,7 @@ def _would_store_scores(keys: Tensor, mask: Tensor | None) -> bool:
 def _attend_one(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """One token per row [B, 1, Hq, E]: the G query heads of a head of keys are G rows."""
+    """In the decode loop: one token per row [B, 1, Hq, E]; G query heads are G rows."""
     batch, _, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads, head_dim)  # [B, Hkv, G, E]
@@ -363,7 +365,7 @@ def _attend_one(
 def _attend_row_by_row(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Each of the K tokens as if it came alone, and the later ones were not in the cache yet."""
+    """In the decode loop: each of K tokens as if it came alone, before the later ones."""
     count = queries.shape[1]
     before = keys.shape[2] - count
     rows = []

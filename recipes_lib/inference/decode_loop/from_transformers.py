@@ -32,7 +32,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a block has to know beside its weights."""
+    """What a block of the decode loop has to know beside its weights."""
 
     heads: int
     kv_heads: int
@@ -66,7 +66,7 @@ def _window(config: Any) -> int | None:
 
 
 def in_pairs(linear: nn.Linear, sizes: Sizes) -> nn.Linear:
-    """A copy with the rows of each head in another order: 0, E/2, 1, E/2 + 1, …
+    """A copy for the decode loop with the rows of each head as 0, E/2, 1, E/2 + 1, …
 
     transformers rotates dimension i with i + E/2. Side by side they are one complex number. Scores
     are sums over the dimensions, so the same order in queries and keys leaves them as they are.
@@ -78,13 +78,13 @@ def in_pairs(linear: nn.Linear, sizes: Sizes) -> nn.Linear:
 
 
 def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
-    """[H * E, …] -> the same shape, where the halves of each head alternate."""
+    """For the decode loop: [H * E, …] -> the same shape, the halves of each head alternate."""
     halves = rows.detach().view(-1, 2, head_dim // 2, *rows.shape[1:])  # [H, 2, E/2, …]
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def head_norm(attention: nn.Module, sizes: Sizes) -> HeadNorm | None:
-    """The norms of queries and of keys as one; None for a family without them."""
+    """For the decode loop: norms of queries and of keys as one; None for a family without them."""
     if not hasattr(attention, "q_norm"):
         return None
     q = _interleaved(attention.q_norm.weight, sizes.head_dim)  # [E]
@@ -94,7 +94,7 @@ def head_norm(attention: nn.Module, sizes: Sizes) -> HeadNorm | None:
 
 
 def stacked(*parts: nn.Linear) -> nn.Linear:
-    """One linear layer whose outputs are those of the parts, one after the other. Copies."""
+    """For the decode loop: one linear layer with the outputs of the parts, one after the other."""
     bias = None
     if parts[0].bias is not None:
         bias = torch.cat([part.bias for part in parts])
@@ -102,7 +102,7 @@ def stacked(*parts: nn.Linear) -> nn.Linear:
 
 
 def linear_on_same_memory(linear: nn.Linear) -> nn.Linear:
-    """A linear layer on the same memory, with parameters of its own."""
+    """For the decode loop: a linear layer on the same memory, with parameters of its own."""
     return _linear_of(linear.weight, linear.bias)
 
 
@@ -117,12 +117,12 @@ def _linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def norm_like(norm: nn.Module) -> RootMeanSquareNorm:
-    """The same norm with few operators, and a weight of its own."""
+    """For the decode loop: the same norm with few operators, and a weight of its own."""
     return RootMeanSquareNorm(norm.weight, norm.variance_epsilon)
 
 
 def activation_of(act_fn: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The function itself where it has one, without the call of a module around it."""
+    """For the decode loop: the activation as a function, without the call of a module around it."""
     if isinstance(act_fn, nn.SiLU) or type(act_fn).__name__ == "SiLUActivation":
         return functional.silu
     return act_fn
@@ -136,7 +136,7 @@ def _frozen_parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def require_the_same_at_any_length(model: Any) -> None:
-    """Raise ValueError for what a few tokens do not show: angles that change with the length, caps.
+    """For the decode loop: raise ValueError for angles that change with the length, and for caps.
 
     A cap of the scores changes nothing as long as they are small.
     """
@@ -150,7 +150,7 @@ def require_the_same_at_any_length(model: Any) -> None:
 
 
 def decoder_with_equal_logits(model: Any, decoder_class: Callable[[Any], Any]) -> Any:
-    """A decoder of the weights of `model`."""
+    """A decode loop of the weights of `model`, with the same logits."""
     try:
         decoder = decoder_class(model)
         error, allowed = error_of_logits(model, decoder)
@@ -169,7 +169,7 @@ def decoder_with_equal_logits(model: Any, decoder_class: Callable[[Any], Any]) -
 
 @torch.no_grad()
 def error_of_logits(model: Any, decoder: Any) -> tuple[float, float]:
-    """How far the logits of a few tokens are from those of `model`, and how far they may be."""
+    """How far a decode loop's logits are from those of `model`, and how far they may be."""
     spread = torch.linspace(0, decoder.vocabulary - 1, PROBE_TOKENS)
     tokens = spread.long()[None].to(model.device)  # [1, S]
     with evaluating(model):

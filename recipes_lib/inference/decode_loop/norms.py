@@ -24,6 +24,7 @@ class RootMeanSquareNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, as `nn.RMSNorm` computes it."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
+        """A norm of the decode loop with this weight; `floor` stands for `eps`."""
         super().__init__()
         self.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)  # [D]
         self.eps = eps
