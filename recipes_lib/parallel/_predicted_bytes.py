@@ -13,7 +13,7 @@ STATES = 2  # averages of AdamW for each number that trains
 
 
 class Kept(NamedTuple):
-    """Bytes that a rank has between backward and step, without activations."""
+    """Predicted bytes that a rank has between backward and step, without activations."""
 
     weights: int
     gradients: int
@@ -26,18 +26,18 @@ class Kept(NamedTuple):
 
 
 def kept_whole(model: Any) -> Kept:
-    """One process, and every rank of data and of context parallelism."""
+    """Predicted bytes of a rank that has all: alone, in data or in context parallelism."""
     gradients = trainable_bytes(model)
     return Kept(weight_bytes(model), gradients, STATES * gradients)
 
 
 def trained(model: Any) -> list[torch.Tensor]:
-    """The parameters that have gradients."""
+    """The parameters whose gradients are predicted."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def part_bytes(parameters: Iterable[torch.Tensor], shards: int) -> int:
-    """Bytes of a rank's part of them: as many rows of each as the first rank has.
+    """Predicted bytes of a rank's part of parameters: as many rows of each as the first rank has.
 
     Ranks that have fewer fill theirs up, and the filling is gathered and sent like the rest.
     """

@@ -32,7 +32,7 @@ DTYPES = (None, torch.bfloat16, torch.float32)  # fp16 would need a scaled loss
 
 
 def require_new_on_ranks(model: Any) -> None:
-    """Raise ValueError for no causal LM, one on ranks already, or an optimizer in backward."""
+    """Before sharding: ValueError for no causal LM, one on ranks, or an optimizer in backward."""
     if isinstance(model, DistributedDataParallel) or is_sharded(model):
         raise ValueError(
             "this model is on several ranks already: build it again; for copies of shards, give "
@@ -47,7 +47,7 @@ def require_new_on_ranks(model: Any) -> None:
 
 
 def require_same_weights(model: Any) -> None:
-    """Raise ValueError on every rank if the ranks begin with different weights.
+    """Before sharding: ValueError on every rank if the ranks begin with different weights.
 
     From different ones a model would be put together that no rank ever had, without an error.
     """
@@ -74,7 +74,7 @@ def sharding_options(
 
 
 def shard_ends(model: Any, *, reshard_after_forward: bool, **options: Any) -> None:
-    """Make groups of the embedding and of the output layer, if they do not share their weight."""
+    """For `fully_shard`: groups of the embedding and of the output layer, unless they share."""
     embedding = model.get_input_embeddings()
     output = model.get_output_embeddings()
     if embedding.weight is output.weight:

@@ -128,6 +128,7 @@ def _call_of_collective(kind: str, elements: int) -> Callable[[], object]:
 
 
 def _send_to_the_next(given: torch.Tensor, arrived: torch.Tensor) -> None:
+    """The call whose bandwidth is that of sends: to the next rank, from the one before."""
     following = (rank() + 1) % world_size()
     before = (rank() - 1) % world_size()
     for work in exchange(given, arrived, target=following, source=before):
@@ -135,7 +136,7 @@ def _send_to_the_next(given: torch.Tensor, arrived: torch.Tensor) -> None:
 
 
 def _fastest_call(call: Callable[[], object]) -> float:
-    """Seconds of a call, in the fastest of several rounds."""
+    """Seconds of a collective's call, in the fastest of several rounds."""
     _seconds_of(call, times=1)  # the first call sets up the links
     # All ranks know the same seconds, those of the slowest. So all of them make as many calls.
     once = _seconds_of(call, times=1)
@@ -144,7 +145,7 @@ def _fastest_call(call: Callable[[], object]) -> float:
 
 
 def _seconds_of(call: Callable[[], object], *, times: int) -> float:
-    """Seconds of so many calls, on the rank that takes longest."""
+    """Seconds of so many calls of a collective, on the rank that takes longest."""
     distributed.barrier()
     synchronize()
     start = time.perf_counter()
@@ -172,7 +173,7 @@ class Link:
     bytes_per_second: float
 
     def seconds(self, size: float) -> float:
-        """Of a call on a tensor of `size` bytes: its messages and its bytes."""
+        """Of a collective's call on a tensor of `size` bytes: its messages and its bytes."""
         sent = ring_bytes(self.kind, size, self.ranks)
         return messages(self.kind, self.ranks) * self.latency + sent / self.bytes_per_second
 

@@ -48,7 +48,7 @@ def stochastic_round_(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 
 def random_bits(count: int, *, generator: torch.Generator) -> torch.Tensor:
-    """Draw `count` int32 numbers from 0 to 2**16 - 1 on the generator's device."""
+    """For stochastic rounding: draw `count` int32 numbers from 0 to 2**16 - 1 on the device."""
     # Four of them come from each 64-bit number.
     words = torch.empty(parts_needed(count, 4), dtype=torch.int64, device=generator.device)
     words.random_(-(2**63), None, generator=generator)
@@ -73,7 +73,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
     # What a subclass says.
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for parameters that this optimizer does not train."""
+        """Raise ValueError for parameters that this AdamW does not train."""
         raise NotImplementedError
 
     def first_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` returned."""
+        """Update each parameter that has a gradient, in chunks; return what `closure` returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -211,7 +211,7 @@ class _RoundingBits:
 
 
 def averages(parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """The states of an AdamW before its first step."""
+    """The averages in bf16 of an AdamW before its first step."""
     like = {"dtype": dtype, "device": parameter.device}
     return {
         "step": 0,
@@ -223,7 +223,7 @@ def averages(parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
 def fused_adamw(
     parts: list[torch.Tensor], gradient: torch.Tensor, step: int, group: dict[str, Any]
 ) -> None:
-    """PyTorch's fused AdamW on one weight, exp_avg and exp_avg_sq, in place; `step` is from 1."""
+    """PyTorch's fused AdamW on one chunk of weight, exp_avg and exp_avg_sq; `step` is from 1."""
     weight, exp_avg, exp_avg_sq = parts
     beta1, beta2 = group["betas"]
     adamw(

@@ -30,21 +30,21 @@ MIDDLE = 8  # the level that stands for the offset itself
 
 
 class FourBitGrid(NamedTuple):
-    """A weight as its levels and what they mean."""
+    """A weight as its levels of four bits, and what they mean."""
 
     levels: Tensor  # uint8 [O, I], each 0 … 15
     scales: Tensor  # bf16 [O, G]
     offsets: Tensor  # bf16 [O, G]
 
     def weight(self) -> Tensor:
-        """The weights that the levels stand for, in fp32 [O, I]."""
+        """The weights that the levels of four bits stand for, in fp32 [O, I]."""
         in_groups = self.levels.view(*self.scales.shape, -1).float() - MIDDLE  # [O, G, group]
         values = in_groups * self.scales[..., None].float() + self.offsets[..., None].float()
         return values.view(self.levels.shape)
 
 
 def to_four_bits(weight: Tensor, *, group: int, symmetric: bool = False) -> FourBitGrid:
-    """The nearest levels of `weight` [O, I]."""
+    """The nearest levels of four bits to `weight` [O, I]."""
     steps, scales, offsets = _nearest_steps_from_offset(weight, group, symmetric)
     levels = (steps + MIDDLE).to(torch.uint8).flatten(1)
     return FourBitGrid(levels, scales, offsets)
@@ -59,7 +59,7 @@ def in_four_bits(weight: Tensor, *, group: int, symmetric: bool = False) -> Tens
 def _nearest_steps_from_offset(
     weight: Tensor, group: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps away from the offset, -8 … 7 in fp32 [O, G, group]; scales and offsets bf16 [O, G]."""
+    """Four-bit steps from the offset, -8 … 7 in fp32 [O, G, group]; scales, offsets bf16 [O, G]."""
     groups = weight.detach().float().unflatten(1, (-1, group))  # [O, G, group]
     low = groups.amin(dim=-1)
     high = groups.amax(dim=-1)
@@ -76,7 +76,7 @@ def _nearest_steps_from_offset(
 
 
 def check_groups(layers: Mapping[str, nn.Linear], names: Iterable[str], group: int) -> None:
-    """Raise ValueError unless `group` is one of GROUPS and divides the width of every layer."""
+    """Raise ValueError unless four bits have this `group`, which divides the width of layers."""
     check_choice(GROUPS, group=group)
     for name in names:
         width = layers[name].in_features

@@ -43,7 +43,7 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
     def place(self, plain: Tensor) -> None:
-        """Keep them as the kernel of their device wants them."""
+        """Pack the whole numbers as the kernel of their device wants them."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
@@ -78,7 +78,7 @@ class PackedLinear(nn.Module):
 
 
 def refuse_backward(x: Tensor) -> None:
-    """Raise ValueError where a gradient is wanted: what is below would not train, in silence."""
+    """A packed layer has no backward: raise ValueError where a gradient is wanted."""
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "layers in 8 or 4 bits have no backward: run the model under torch.no_grad(), train it "
@@ -89,14 +89,14 @@ def refuse_backward(x: Tensor) -> None:
 def with_packed_layers(
     model: Any, names: Iterable[str], make: Callable[[nn.Linear], PackedLinear]
 ) -> Any:
-    """Put `make(linear)` in the place of each of these layers; `model` is for inference then."""
+    """Put packed layers, `make(linear)`, in the place of these; `model` is for inference then."""
     replace_linears(model, make, names=names)
     refuse_save_pretrained(model)
     return model.eval().requires_grad_(False)
 
 
 def refuse_save_pretrained(model: Any) -> None:
-    """Let `model.save_pretrained` raise ValueError, where a model has one.
+    """With packed layers `model.save_pretrained` raises ValueError, where a model has one.
 
     transformers would write the whole numbers of a quantized layer as if they were its weights, and
     `from_pretrained` would load them without an error as another model.

@@ -58,7 +58,7 @@ def code_table(*, signed: bool) -> torch.Tensor:
 
 
 def encode(average: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of an average [N], where N is a multiple of 256."""
+    """8-bit codes and scales of an average [N], where N is a multiple of 256."""
     blocks = average.view(-1, BLOCK)  # [N / 256, 256]
     scales = blocks.abs().amax(dim=1, keepdim=True)  # [N / 256, 1]
     relative = blocks / scales.clamp(min=1e-30)  # from -1 to 1; a block of zeros stays one
@@ -67,7 +67,7 @@ def encode(average: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The average [N] that `encode` stored."""
+    """The average [N] that `encode` stored in 8 bits."""
     return (scales * table[codes.long()]).flatten()
 
 
@@ -133,7 +133,7 @@ def eight_bit_adamw(
 def _groups_of_tables_and_others(
     model: torch.nn.Module, embedding_bits: int
 ) -> list[dict[str, Any]]:
-    """Trainable parameters, those of the embeddings apart."""
+    """For 8-bit Adam: trainable parameters, those of the embeddings apart, in 32 bits."""
     tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     trainable = parameters_to_train(model)
     groups = [

@@ -107,6 +107,7 @@ class Int4Linear(PackedLinear):
     scales = "scales_and_offsets"
 
     def __init__(self, grid: FourBitGrid, bias: Tensor | None) -> None:
+        """A layer with the weights of a grid of four bits."""
         outputs, inputs = grid.levels.shape
         super().__init__(inputs, outputs, bias, by="apply_int4")
         self.group = inputs // grid.scales.shape[1]
@@ -124,7 +125,7 @@ class Int4Linear(PackedLinear):
         return levels[:, ::2] | levels[:, 1::2] << 4
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O], in the dtype of `x`."""
+        """The product with weights in four bits: [..., I] -> [..., O], in the dtype of `x`."""
         refuse_backward(x)
         # With another dtype the kernel is right, and slow.
         rows = x.reshape(-1, self.in_features).contiguous()  # [N, I]
@@ -161,7 +162,7 @@ class Int4Linear(PackedLinear):
 
 
 def multiply(rows: Tensor, packed: Tensor, group: int, pairs: Tensor) -> Tensor:
-    """Rows [N, I] in their `rows_dtype` times the transposed weight: [N, O]."""
+    """Rows [N, I] in their `rows_dtype` times transposed weights in four bits: [N, O]."""
     if in_bytes(packed):
         return functional.linear(rows, _dequantized_numbers(packed, pairs.to(rows.dtype)))
     if packed.is_cuda:
@@ -170,7 +171,7 @@ def multiply(rows: Tensor, packed: Tensor, group: int, pairs: Tensor) -> Tensor:
 
 
 def pack(levels: Tensor) -> Tensor:
-    """Levels uint8 [O, I], each 0 … 15, in the layout of their device."""
+    """Levels of four bits, uint8 [O, I], each 0 … 15, in the layout of their device."""
     # Two levels in a byte, the first one in the high half: [O, I / 2].
     pairs = levels[:, ::2] << 4 | levels[:, 1::2]
     if not has_kernel(levels.device):
@@ -183,7 +184,7 @@ def pack(levels: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, group: int, pairs: Tensor) -> Tensor:
-    """The levels uint8 [O, I], which the kernel itself finds in any layout of its own.
+    """Levels of four bits, uint8 [O, I], which the kernel itself finds in any layout of its own.
 
     With the scale 1 and the offset 8 each weight is its own level, and each row of the identity
     matrix picks those of one input. Whole numbers up to 15 are exact in bf16.
@@ -200,17 +201,17 @@ def unpack(packed: Tensor, group: int, pairs: Tensor) -> Tensor:
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether PyTorch multiplies with levels on `device`, or with numbers made of them before."""
+    """Whether PyTorch multiplies with four bits on `device`, or with numbers made of them."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def in_bytes(packed: Tensor) -> bool:
-    """Whether `packed` is of a GPU without a kernel; the kernel of CUDA reads int32."""
+    """Whether the four-bit `packed` is of a GPU without a kernel; that of CUDA reads int32."""
     return packed.is_cuda and packed.dtype == torch.uint8
 
 
 def rows_dtype(packed: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which `multiply` takes rows that come in `dtype`."""
+    """The dtype in which the four-bit `multiply` takes rows that come in `dtype`."""
     if not in_bytes(packed):
         return torch.bfloat16
     if dtype == torch.bfloat16:  # these GPUs emulate it
@@ -219,12 +220,12 @@ def rows_dtype(packed: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _levels_of_bytes(packed: Tensor) -> Tensor:
-    """The levels uint8 [O, I] of a device without a kernel, two of which are in each byte."""
+    """Levels of four bits, uint8 [O, I], of a device without a kernel: two are in each byte."""
     return torch.stack([packed >> 4, packed & 15], dim=-1).flatten(1)
 
 
 def _dequantized_numbers(packed: Tensor, pairs: Tensor) -> Tensor:
-    """The weight [O, I] on a device without a kernel, in the dtype of `pairs` [G, O, 2]."""
+    """A weight of four bits [O, I] on a device without a kernel, in the dtype of `pairs`."""
     scales, offsets = pairs.unbind(-1)  # [G, O]
     levels = _levels_of_bytes(packed)  # [O, I]
     in_groups = levels.view(*scales.T.shape, -1).to(pairs.dtype)  # [O, G, group]
@@ -234,7 +235,7 @@ def _dequantized_numbers(packed: Tensor, pairs: Tensor) -> Tensor:
 
 
 def _warn_if_slow(device: torch.device) -> None:
-    """PyTorch has fast code for few kinds of processors. Visual C++ compiles it for none."""
+    """PyTorch has fast code for four bits on few processors. Visual C++ compiles it for none."""
     slow = not has_kernel(device)
     if device.type == "cpu":
         found = torch.backends.cpu.get_cpu_capability()

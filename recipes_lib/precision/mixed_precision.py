@@ -86,6 +86,7 @@ class MixedPrecision:
     """
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
+        """Mixed precision in this dtype; in fp16 with a scaler of the loss."""
         self.dtype = dtype
         self.device = device
         self.gradient_norm: torch.Tensor | None = None

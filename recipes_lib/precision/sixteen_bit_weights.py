@@ -112,7 +112,7 @@ def _round_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _buffers_made_in(model: Any, dtype: torch.dtype) -> set[str]:
-    """The names of the buffers that are fp32 in `model`, and that its class makes in `dtype`.
+    """Buffers that are fp32 in `model`, and that its class makes in the 16-bit `dtype`.
 
     Inside of peft's or torch.compile's wrapper as well. Empty for what is no Hugging Face model.
     """
@@ -152,7 +152,7 @@ class SixteenBitLinear(nn.Linear):
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One row by the product that is fast for it, and many rows by another."""
+        """16-bit weights times one row by the product that is fast for it, or many by another."""
         weight, bias = self.weight, self.bias
         if weight.device.type != "cpu":
             return functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
@@ -172,7 +172,7 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def many_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A matrix product in the dtype in which this CPU is fast: x [..., K] -> [..., N]."""
+    """16-bit weights times many rows, in the dtype that is fast here: [..., K] -> [..., N]."""
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
     y = converted_product(rows, weight)  # [M, N]
     if bias is not None:

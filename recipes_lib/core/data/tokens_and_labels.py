@@ -124,7 +124,7 @@ def _is_empty(turn: Turn) -> bool:
 def _new_tokens(
     tokenizer: Any, before: list[int], done: str, question: str, text: str
 ) -> tuple[list[int], list[int]]:
-    """The tokens that `text` adds to a row of `before`: those up to the answer, and the answer's."""
+    """The tokens that `text` adds to a row of `before`: those up to the answer, and its own."""
     # Tokens of the whole text, as generation sees them: SentencePiece puts a space before a piece
     # that stands alone.
     asked = _ids(tokenizer, question)

@@ -111,7 +111,7 @@ def save_checkpoint(
     parts: Mapping[str, Any] = NO_PARTS,
     keep: int = 2,
 ) -> None:
-    """Write the state after `step` optimizer steps below `folder`, and name it in LATEST.
+    """Each rank writes its part of the state after `step` steps below `folder`; LATEST names it.
 
     All ranks call it, and it returns when all have written.
 
@@ -143,7 +143,7 @@ def save_checkpoint_async(
     keep: int = 2,
     after: PendingSave | None = None,
 ) -> PendingSave:
-    """As `save_checkpoint`, but return as soon as the state is copied. A thread writes the copy.
+    """As `save_checkpoint`, but a thread writes: return as soon as each rank has copied its part.
 
         pending = None
         for step in range(steps):
@@ -194,7 +194,7 @@ class PendingSave:
         upload.add_done_callback(self._name)
 
     def _name(self, upload: Future) -> None:
-        """In the thread, when the parts of all ranks are written, or when one has failed."""
+        """In the thread, when a checkpoint's parts are written by all ranks, or one failed."""
         try:
             upload.result()
             if rank() == 0:
@@ -211,7 +211,7 @@ class PendingSave:
 
 
 def latest_checkpoint(folder: Path | str) -> Path | None:
-    """The last whole checkpoint below `folder`, or None. All ranks call it."""
+    """The last whole checkpoint of all ranks below `folder`, or None. All ranks call it."""
     with same_error_on_all_ranks():
         place = _latest(Path(folder))
     agree(latest_checkpoint=str(place))  # machines may share no folder
@@ -226,7 +226,7 @@ def load_checkpoint(
     run: Mapping[str, Any],
     parts: Mapping[str, Any] = NO_PARTS,
 ) -> int:
-    """Put the last whole checkpoint below `folder` back. Returns the number of steps done.
+    """Any number of ranks reads the last whole checkpoint below `folder`. Returns the steps done.
 
     All ranks call it; there may be more or fewer than have saved, and sharded in another way.
     Random states come back on as many ranks as have saved; on others dropout draws other numbers.
@@ -265,7 +265,7 @@ def _begin_save(
     parts: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Check on every rank, and write down the facts. Returns the new folder."""
+    """Check on every rank, and write down a checkpoint's facts. Returns its new folder."""
     agree(step=step, keep=keep)
     check_whole(step=step, keep=keep)
     facts = _facts_of_all_ranks(run, model, optimizer, parts)
@@ -296,7 +296,7 @@ def _facts_of_all_ranks(
     optimizer: torch.optim.Optimizer,
     parts: Mapping[str, Any],
 ) -> Facts:
-    """Facts that hold on any number of ranks."""
+    """The facts in a sharded checkpoint, which hold on any number of ranks."""
     with same_error_on_all_ranks():
         facts = facts_of(run, model, optimizer, parts)
     facts["optimizer"] = {"class": optimizer_name(_optimizer_with_states(optimizer))}
@@ -322,7 +322,7 @@ def _facts_of_all_ranks(
 def _state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """This rank's parts of the trainable weights and of their optimizer states, by name."""
+    """What this rank saves: its parts of the trainable weights and of optimizer states, by name."""
     inner = _optimizer_with_states(optimizer)
     _copy_settings(optimizer, inner)
     return {
@@ -335,7 +335,7 @@ def _state_of(
 
 
 def _set_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Put them back into a model and an optimizer that may be divided in another way."""
+    """Put saved parts back into a model and an optimizer that may be divided in another way."""
     # Not strict: frozen weights are missing, and names were compared already.
     loose = StateDictOptions(strict=False, flatten_optimizer_state_dict=True)
     set_model_state_dict(model, state["model"], options=loose)
@@ -345,12 +345,12 @@ def _set_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[s
 
 
 def _optimizer_with_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The one that has the states: ZeroRedundancyOptimizer keeps one over this rank's part."""
+    """What is saved: ZeroRedundancyOptimizer keeps an optimizer over this rank's part inside."""
     return getattr(optimizer, "optim", optimizer)
 
 
 def _copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Learning rate and the like. ZeroRedundancyOptimizer hands them on in its next step only."""
+    """A loaded learning rate and the like: ZeroRedundancyOptimizer hands them on a step later."""
     if source is not target:
         for given, taken in zip(source.param_groups, target.param_groups, strict=True):
             taken |= {name: value for name, value in given.items() if name != "params"}
@@ -360,7 +360,7 @@ def _copy_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer)
 
 
 def _latest(folder: Path) -> Path | None:
-    """What LATEST names, or None if there is none. ValueError if it is not whole."""
+    """The checkpoint that LATEST names, or None if there is none. ValueError if it is not whole."""
     file = folder / "LATEST"
     if not file.is_file():
         return None
@@ -384,7 +384,7 @@ def _set_latest(place: Path, keep: int) -> None:
 
 @contextlib.contextmanager
 def files_of_all_ranks(*, group: distributed.ProcessGroup | None = None) -> Iterator[None]:
-    """Around calls of PyTorch that write or read: they raise a ValueError on every rank."""
+    """Around reading and writing of a checkpoint: errors are a ValueError on every rank."""
     with same_error_on_all_ranks(group=group), warnings.catch_warnings():
         # It warns in a process that is alone, which is no mistake.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -398,7 +398,7 @@ def files_of_all_ranks(*, group: distributed.ProcessGroup | None = None) -> Iter
 
 
 def require_own_store() -> None:
-    """Raise ValueError if torchrun may start ranks again that meet in the store of all attempts.
+    """Raise ValueError if ranks that start again from a checkpoint meet in torchrun's old store.
 
     By default ranks meet in the store of torchrun itself, which lives through all attempts, so
     later ranks can read addresses of dead ones, and fail or wait. Call it before

@@ -22,7 +22,7 @@ PARTS_FOLDER = "sharded"  # PyTorch's name for what the ranks write before it is
 
 
 def export_safetensors(folder: Path | str, *, model: Any) -> None:
-    """Write all weights of `model`, and its configuration, as a folder for `from_pretrained`.
+    """Write all weights of a sharded model, and its configuration, for `from_pretrained`.
 
     All ranks call it. `model` is sharded, inside of DDP, or plain. The file has the dtypes of its
     weights. The tokenizer is not part of a model: save it into the same folder.

@@ -173,7 +173,7 @@ def _attention_over_ranks(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: -> [B, S/N, H, E]."""
+    """Attention over the tokens of all ranks, as transformers calls it: -> [B, S/N, H, E]."""
     context = CONTEXTS[module.config._attn_implementation]
     options = {
         "group": context.mesh.get_group(),
@@ -195,7 +195,7 @@ def _no_mask_over_ranks(*_: Any, **__: Any) -> None:
 def shard_sequence(
     model: Any, input_ids: Tensor, labels: Tensor, *, tokens: int | None = None
 ) -> dict[str, Any]:
-    """This rank's part of whole rows [B, S], as arguments of the model's forward.
+    """This rank's part of the tokens of whole rows [B, S], as arguments of the model's forward.
 
     The `.loss` of the forward is the sum over this rank's tokens, divided by the tokens of all
     ranks that count: a mean over a rank's own tokens would weigh them unequally. The sum over the
@@ -231,7 +231,7 @@ def shard_sequence(
 
 
 def sum_gradients(model: Any) -> None:
-    """After backward: the sum over the ranks of each gradient, on all ranks of the sequence.
+    """After backward: the sum of each gradient over the ranks that share a sequence.
 
     With several micro-batches call it once, after the last of them.
     """
@@ -243,13 +243,13 @@ def sum_gradients(model: Any) -> None:
 
 
 def loss_of_all(model: Any, loss: Tensor) -> float:
-    """The sum of the ranks' parts of the loss, for the log."""
+    """The sum of the losses of all parts of the sequence, for the log."""
     (total,) = sums_over_ranks(loss.item(), mesh=context_of(model).mesh)
     return total
 
 
 def context_of(model: Any) -> Context:
-    """The context of a model that has one."""
+    """The context of parallelism of a model that has one."""
     name = without_adapters(model).config._attn_implementation
     if name not in CONTEXTS:
         raise ValueError(
@@ -287,7 +287,7 @@ def _check_rows_are_of_this_rank(model: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _require_plain_causal_attention(causal: Any) -> None:
-    """Raise ValueError for a model whose layers do more than read all tokens before theirs."""
+    """Tokens on ranks want plain attention: ValueError for layers that do more than read back."""
     config = causal.config.get_text_config()
     now = causal.config._attn_implementation
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -338,7 +338,7 @@ def predicted_ring_work(ranks: int, *, zig_zag: bool = True) -> list[list[float]
 def predicted_sent_bytes(
     model: Any, *, rows: int, tokens: int, ranks: int, kind: str = "ring"
 ) -> int:
-    """Bytes that one rank sends in a step of whole `rows` of `tokens`, gradients included.
+    """Bytes that a rank of context parallelism sends in a step of whole `rows` of `tokens`.
 
     An all-to-all of X bytes sends (N-1)/N X, an all-reduce in a ring twice that.
     """

@@ -24,7 +24,7 @@ from recipes_lib.core.ranks.collectives import exchange
 
 
 def tokens_of(rank: int, ranks: int, seq: int, *, zig_zag: bool) -> Tensor:
-    """The places in the sequence of a rank's tokens, [S / N], in ascending order."""
+    """The places of a rank's tokens in the sequence of a ring, [S / N], in ascending order."""
     places = torch.arange(seq)
     if not zig_zag:
         return places.chunk(ranks)[rank]
@@ -129,6 +129,7 @@ class MessageInRing:
     """A tensor on its way to the next rank, and one of the same shape from the rank before."""
 
     def __init__(self, tensor: Tensor, group: Any) -> None:
+        """Send `tensor` to the next rank of the ring, and receive one from the rank before."""
         rank = distributed.get_rank(group)
         ranks = distributed.get_world_size(group)
         self._sent = tensor.contiguous()  # it has to stay as it is until it has left
@@ -144,7 +145,7 @@ class MessageInRing:
 
 
 def _merge_attention_into(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
-    """`out` [B, H, S, E] and `sums` [B, H, S] become those over both sets of keys, in place."""
+    """In the ring `out` [B, H, S, E] and `sums` [B, H, S] become those over both sets of keys."""
     both = torch.logaddexp(sums, more_sums)
     out.mul_((sums - both).exp().unsqueeze(-1))
     out.add_((more_sums - both).exp().unsqueeze(-1) * more)
@@ -161,7 +162,7 @@ def _merge_attention_into(out: Tensor, sums: Tensor, more: Tensor, more_sums: Te
 def attend_with_sums(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """out [B, H, Q, E], log-sum-exp [B, H, Q] in fp32 or more, and what the backward wants beside.
+    """A step of the ring: out [B, H, Q, E], log-sum-exp [B, H, Q], and what the backward wants.
 
     q [B, H, Q, E], k and v [B, KV, K, E]; heads of keys are shared, not repeated.
     """
@@ -187,7 +188,7 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. `out` and `sums` are those over all keys, not over these alone.
+    """A step of the ring back: gradients of q, k, v. `out` and `sums` are those over all keys.
 
     `rest` is what any `attend_with_sums` of this device has returned: without dropout it says
     nothing about the block.

@@ -45,12 +45,12 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Any, scale: flo
 
 
 def heads_to_send(kv_heads: int, ranks: int) -> int:
-    """So many that each rank gets as many. With fewer heads of keys than ranks, some share one."""
+    """So many heads that each rank gets as many in the all-to-all; with few, some share one."""
     return math.lcm(kv_heads, ranks)
 
 
 def with_heads(tensor: Tensor, heads: int) -> Tensor:
-    """[B, KV, S, E] -> [B, `heads`, S, E]: each head several times, beside itself."""
+    """For the all-to-all: [B, KV, S, E] -> [B, `heads`, S, E], each head several times."""
     if tensor.shape[1] == heads:
         return tensor
     return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
@@ -71,7 +71,7 @@ def heads_of_my_tokens(tensor: Tensor, group: Any) -> Tensor:
 
 
 def exchanged(parts: Sequence[Tensor], group: Any) -> Sequence[Tensor]:
-    """Part r goes to rank r, and one part comes from each rank. Backward sends gradients back."""
+    """Ulysses' all-to-all: part r goes to rank r, one comes from each; gradients go back."""
     one_for_each = [1] * len(parts)
     came = all_to_all_single_autograd(torch.stack(parts), one_for_each, one_for_each, group)
     return wait_tensor(came).unbind(0)

@@ -121,7 +121,7 @@ def _trained_names(model: Any) -> set[str]:
 
 
 def make_replicas(model: Any, count: int) -> list[Any]:
-    """`model` itself and `count - 1` copies of it."""
+    """Replicas for data parallelism in one process: `model` itself and `count - 1` copies of it."""
     return [model, *(copy.deepcopy(model) for _ in range(count - 1))]
 
 

@@ -57,7 +57,7 @@ class Lanes:
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """Seconds that the spans cover together."""
+    """Seconds that the spans of a lane cover together."""
     covered = 0.0
     reached = 0.0
     for start, end in sorted(spans):
@@ -74,6 +74,7 @@ class LaneRecorder:
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
+        """Prepare to record the lanes of a wrapper of DDP: its buckets call a hook."""
         self._model = weakref.proxy(model)  # the wrapper holds the hook, and the hook this
         self._device = next(model.parameters()).device
         self._moments: list[tuple[str, Moment]] | None = None  # None while nothing is recorded
@@ -118,6 +119,8 @@ class LaneRecorder:
         return here
 
     def _stamp_backward(self, name: str) -> Callable[..., None]:
+        """Note in the compute lane when backward reaches this block."""
+
         def after_forward(block: Any, inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             hidden.register_hook(self._stamp_forward(name))

@@ -136,7 +136,7 @@ def apply_fully_sharded(
 
 
 def _require_alike(model: Any, **options: Any) -> None:
-    """Raise ValueError on every rank for what would hang, or train something else."""
+    """Before FSDP: ValueError on every rank for what would hang, or train something else."""
     agree(model=model, **options)  # first of all, so that no rank waits for one that has raised
     require_new_on_ranks(model)
     if any(hasattr(parameter, "quant_state") for parameter in model.parameters()):
@@ -151,13 +151,13 @@ def _require_alike(model: Any, **options: Any) -> None:
 
 
 def predicted_rank_bytes(model: Any, *, ranks: int) -> Kept:
-    """What one of the `ranks` that share a copy of the model keeps, with AdamW."""
+    """Under FSDP: what one of the `ranks` that share a copy of the model keeps, with AdamW."""
     gradients = part_bytes(trained(model), ranks)
     return Kept(part_bytes(model.parameters(), ranks), gradients, STATES * gradients)
 
 
 def predicted_sent_bytes(model: Any, *, ranks: int, copies: int = 1) -> int:
-    """Bytes that one rank sends in a step; a forward alone sends less.
+    """Bytes that one rank of FSDP sends in a step; a forward alone sends less.
 
     A block is gathered in forward and again in backward, everything else once, and gradients are
     scattered. A ring of N ranks sends (N - 1) / N of a tensor for each of these.

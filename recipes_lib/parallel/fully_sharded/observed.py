@@ -99,6 +99,7 @@ class _SumsSeen(TorchDispatchMode):
     dtype: torch.dtype | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Observe the dtype in which FSDP sums gradients."""
         if "reduce_scatter" in func.name():
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             self.dtype = tensors[0].dtype

@@ -173,6 +173,7 @@ class Pipeline:
     def __init__(
         self, model: Any, mesh: Any, schedule: str, micro_batches: int, stages_per_rank: int
     ) -> None:
+        """Note what a pipeline asks of the model; the stages come afterwards."""
         causal = without_adapters(model)
         self.mesh = mesh
         self.schedule = schedule
@@ -226,7 +227,7 @@ class Pipeline:
         *,
         record: bool = False,
     ) -> float:
-        """Forward and backward of the whole batch of an optimizer step. Returns the loss.
+        """Forward and backward of a whole batch through all stages. Returns the loss.
 
         The loss is the sum over all tokens that count, divided by their number: the same on every
         rank, and the same as without a pipeline.
@@ -272,7 +273,7 @@ class Pipeline:
         return total.item()
 
     def _loss_of_micro_batch(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The part of one micro-batch in the loss of the step; logits [B/M, S, V]."""
+        """The part of one micro-batch in the loss of the pipeline; logits [B/M, S, V]."""
         # PyTorch's schedules expect a mean over each micro-batch. With unequal numbers of labels
         # that is another loss: here it is a sum over the number of all.
         logits = at_least_fp32(logits.flatten(0, 1))
@@ -294,7 +295,7 @@ class Pipeline:
     # --- parameters -------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by the names that they have in the whole model.
+        """The parameters of this rank's stages by the names that they have in the whole model.
 
         A tied weight is that of the embedding on rank 0, and that of the output layer on the last.
         """
@@ -303,7 +304,7 @@ class Pipeline:
                 yield stage.whole_name(name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, for the optimizer."""
+        """The parameters of this rank's stages, for the optimizer."""
         for _, parameter in self.named_parameters():
             yield parameter
 
@@ -373,7 +374,7 @@ def predicted_sent_bytes(model: Any, *, rows: int, tokens: int, ranks: int, rank
 
 
 def predicted_rank_bytes(model: Any, *, ranks: int, rank: int) -> Kept:
-    """The rank's blocks, and an end of the model on the first and on the last one."""
+    """What a rank of a pipeline keeps: its blocks, and an end of the model on the outer ones."""
     gradients = _bytes_of_stage(model, ranks, rank, trainable_bytes)
     weights = _bytes_of_stage(model, ranks, rank, weight_bytes)
     return Kept(weights, gradients, STATES * gradients)

@@ -63,6 +63,7 @@ class Clock:
     """Begin and end of each action of this rank, in seconds after the begin on rank 0."""
 
     def __init__(self, device: torch.device, group: Any, rank: int) -> None:
+        """Start the clock of a pipeline, which shows the same on all ranks."""
         self._device = device
         self._rank = rank
         self._begun: list[tuple[Action, Moment]] = []

@@ -31,7 +31,7 @@ class CutRows(nn.Module):
     """Rows of a frozen weight [V, D]: this rank's `weight` [P, D], the last of them padding."""
 
     def __init__(self, whole: torch.Tensor, mesh: DeviceMesh, offload: bool) -> None:
-        """Cut this rank's rows from `whole` [V, D], and put them on the mesh's device.
+        """Cut this rank's rows of a vocabulary from `whole` [V, D], for the mesh's device.
 
         With `offload` they stay in host memory.
         """
@@ -54,13 +54,13 @@ class CutRows(nn.Module):
 
     @torch.no_grad()
     def take(self, whole: torch.Tensor) -> None:
-        """Fill this rank's rows from `whole` [V, D]; those behind its end are zeros."""
+        """Fill this rank's rows of a vocabulary from `whole` [V, D]; zeros stand behind its end."""
         mine = whole[self.place * self.rows : (self.place + 1) * self.rows]
         self.weight[: len(mine)] = mine
         self.weight[len(mine) :] = 0
 
     def chunks(self, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-        """(start, rows [N, R, D]) for each R rows of a part: row i there is start + i of a part."""
+        """(start, rows [N, R, D]) for each R rows of a vocabulary's part: row i is start + i."""
         width = self.weight.shape[1]
         of_all = self.parts * width * self.weight.itemsize
         size = max(1, CHUNK_BYTES // of_all)
@@ -132,7 +132,7 @@ class _LogitsOfCutRows(torch.autograd.Function):
 
 
 def ends_can_be_cut(model: Any) -> bool:
-    """Whether embedding and output layer are frozen, plain, and without a bias."""
+    """Whether embedding and output layer can be cut by rows: frozen, plain, without a bias."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear

@@ -194,5 +194,5 @@ def nf4_linear_like(linear: nn.Linear, *, compute_dtype: torch.dtype | None = No
 
 
 def _as_bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """fp32 [G] as uint8 [G, 4], the same memory."""
+    """Scales of NF4 as bytes: fp32 [G] as uint8 [G, 4], the same memory."""
     return numbers.view(torch.uint8).view(-1, 4)

@@ -43,6 +43,7 @@ def dry_quantized_rank(
     """
 
     def build_quantized_rank() -> tuple[Any, torch.optim.Optimizer, Any]:
+        """One rank's QLoRA on shards, and its step."""
         model = packed_model(shape, layers=layers)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model = apply_quantized_shards(model, adapter_dtype=torch.bfloat16)
@@ -60,7 +61,7 @@ def dry_quantized_rank(
 
 
 def beside_parts(predicted: Prediction) -> int:
-    """The most bytes beside the parts of weights, gradients and states that a rank has at rest."""
+    """On one rank with 4-bit shards: the most bytes beside weights, gradients, states at rest."""
     sizes = []
     for point in predicted.timeline.points:
         sizes.append(point.total - sum(point.bytes[kind] for kind in AT_REST))
@@ -68,7 +69,7 @@ def beside_parts(predicted: Prediction) -> int:
 
 
 def packed_model(shape: str, *, layers: int | None) -> Any:
-    """A bf16 model of a public shape, with adapters and layers that are packed from the start.
+    """For one predicted rank: a bf16 model with adapters, its layers packed in 4 bits.
 
     To quantize whole layers first would take as many operators again.
     """

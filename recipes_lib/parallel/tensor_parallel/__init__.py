@@ -162,10 +162,10 @@ def tensor_parallel_plan(model: Any) -> dict[str, ParallelStyle]:
 
 
 def _check_rows_once(model: Any, mesh: DeviceMesh) -> None:
-    """At the first forward, see whether all ranks got the same rows. A sampler may cut them."""
+    """At the first forward of cut layers, see whether all ranks got the same rows."""
 
     def check_same_rows(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Raise ValueError on every rank if the rows differ."""
+        """Raise ValueError on every rank of cut layers if the rows differ."""
         handle.remove()
         ids = options.get("input_ids", inputs[0] if inputs else None)
         if ids is None or dry():
@@ -183,7 +183,7 @@ def _check_rows_once(model: Any, mesh: DeviceMesh) -> None:
 
 
 def require_layers(model: Any) -> None:
-    """Raise ValueError unless the plan's layers are there, as plain ones that are whole."""
+    """Raise ValueError unless the layers that the plan cuts are there, plain and whole."""
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
     for block in decoder_blocks(model):
         for name in BY_OUTPUT + BY_INPUT:
@@ -206,7 +206,7 @@ def require_layers(model: Any) -> None:
 
 
 def require_divisible(model: Any, *, ranks: int) -> None:
-    """Raise ValueError unless the ranks divide what is cut."""
+    """Raise ValueError unless the ranks divide the heads and features of layers that are cut."""
     config = model.config
     counts = {
         "heads": config.num_attention_heads,
@@ -225,7 +225,7 @@ def require_divisible(model: Any, *, ranks: int) -> None:
 
 
 def predicted_sent_bytes(model: Any, *, rows: int, tokens: int, ranks: int) -> int:
-    """Bytes that one rank sends in the forward and backward of one micro-batch.
+    """Bytes that a rank with cut layers sends in forward and backward of one micro-batch.
 
     The stream [T, D] is exchanged at 2 L + 1 places, twice in forward and twice in backward: a
     reduce-scatter and an all-gather, each (N-1)/N of it. The gradients of norms follow, and three
@@ -244,7 +244,7 @@ def predicted_sent_bytes(model: Any, *, rows: int, tokens: int, ranks: int) -> i
 
 
 def _whole_norms(model: Any) -> list[nn.Module]:
-    """All norms: those of the blocks, those of heads inside of them, and the last one."""
+    """All norms, which stay whole: those of blocks, those of heads inside, and the last one."""
     norms = norms_of(trunk(model))[-1:]
     for block in decoder_blocks(model):
         norms += norms_of(block) + norms_of(block.self_attn)
@@ -252,7 +252,7 @@ def _whole_norms(model: Any) -> list[nn.Module]:
 
 
 def predicted_rank_bytes(model: Any, *, ranks: int) -> Kept:
-    """A part of each matrix, and small weights and buffers whole."""
+    """Under tensor parallelism: a part of each matrix, and small weights and buffers whole."""
     whole = kept_whole(model)
     small = _whole_parameter_bytes(model)
     buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())

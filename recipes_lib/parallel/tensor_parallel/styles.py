@@ -38,6 +38,7 @@ class CutTable(ParallelStyle):
         return f"CutTable(outputs={self.outputs})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Cut the rows of a table of tokens over the mesh."""
         part = distribute_tensor(module.weight.detach(), device_mesh, [Shard(0)])
         module.weight = nn.Parameter(part, requires_grad=module.weight.requires_grad)
         mix_in(module, _OfSomeTokens, outputs=self.outputs)
@@ -66,7 +67,7 @@ class _OfSomeTokens:
 
 
 def first_of_rank(count: int, mesh: DeviceMesh) -> int:
-    """The number of the first of `count` tokens that this rank has: DTensor rounds its parts up."""
+    """The first of `count` tokens in a table that this rank has: DTensor rounds its parts up."""
     return min(count, mesh.get_local_rank() * parts_needed(count, mesh.size()))
 
 
@@ -86,6 +87,7 @@ class WholeWeights(ParallelStyle):
         return f"WholeWeights(inputs={self.inputs}, local_outputs={self.local_outputs})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Keep a norm's weights whole on every rank, as DTensors."""
         for name, parameter in list(module.named_parameters(recurse=False)):
             whole = distribute_tensor(parameter.detach(), device_mesh, [Replicate()])
             whole = nn.Parameter(whole, requires_grad=parameter.requires_grad)

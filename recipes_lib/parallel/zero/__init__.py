@@ -124,7 +124,7 @@ def apply_zero(
 
 
 def _start_alike(model: Any, group: distributed.ProcessGroup) -> None:
-    """Give all ranks the weights of rank 0, as DDP does by itself.
+    """Before ZeRO, give all ranks the weights of rank 0, as DDP does by itself.
 
     `fully_shard` takes from each rank the part that will be its own. Where ranks start with
     different weights, it would join parts of different models, and say nothing.
@@ -139,7 +139,7 @@ def _start_alike(model: Any, group: distributed.ProcessGroup) -> None:
 
 
 def predicted_rank_bytes(model: Any, *, stage: int, ranks: int) -> Kept:
-    """What the first rank keeps with AdamW, and no rank more; `model` is the plain one.
+    """What the first rank of ZeRO keeps with AdamW, and no rank more; `model` is the plain one.
 
     Parts are those that PyTorch makes: whole parameters in stage 1, rows of each parameter in
     stages 2 and 3, which differ only while a step computes.
@@ -153,7 +153,7 @@ def predicted_rank_bytes(model: Any, *, stage: int, ranks: int) -> Kept:
 
 
 def owners_of(sizes: Sequence[int], *, ranks: int) -> list[int]:
-    """Which rank steps each parameter: the largest first, each to the rank that has least so far.
+    """Which rank of ZeRO steps each parameter: the largest first, to the rank with least so far.
 
     This is what ZeroRedundancyOptimizer does, which never cuts a parameter.
     """
@@ -167,7 +167,7 @@ def owners_of(sizes: Sequence[int], *, ranks: int) -> list[int]:
 
 
 def predicted_sent_bytes(model: Any, *, stage: int, ranks: int) -> float:
-    """Bytes that one rank sends per step; `model` is the plain one.
+    """Bytes that one rank of ZeRO sends per step; `model` is the plain one.
 
     In (N - 1) / N of P bytes, for a collective over all weights passes so much on in a ring:
 

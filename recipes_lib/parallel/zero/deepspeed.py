@@ -142,7 +142,7 @@ def filled_config(
     micro_batches: int = 1,
     max_norm: float | None = None,
 ) -> dict[str, Any]:
-    """A copy of `config` with a number in place of each "auto", as the Trainer puts it there."""
+    """A copy of DeepSpeed's `config` with a number for each "auto", as by the Trainer."""
     stage = config.get("zero_optimization", {}).get("stage")  # DeepSpeed takes none for 0
     check_choice((1, 2, 3), stage=stage)
     if "optimizer" in config:
@@ -171,7 +171,7 @@ def filled_config(
 
 
 def held_bytes(engine: Any) -> dict[str, int]:
-    """Bytes of weights, fp32 masters and states that this rank keeps between two steps."""
+    """Bytes of weights, fp32 masters and states that this rank of DeepSpeed keeps between steps."""
     parameters = list(engine.module.parameters())
     split = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
     zero = engine.optimizer
@@ -211,7 +211,7 @@ def _import_deepspeed(device: torch.device) -> Any:
 
 
 def _without_pinned_memory(config: dict[str, Any]) -> None:
-    """Pinned memory is for copies to a GPU. Without one there is none."""
+    """DeepSpeed pins memory for copies to a GPU. Without one there is none."""
     for name in ("offload_optimizer", "offload_param"):
         place = config["zero_optimization"].get(name)
         if place is not None:

@@ -152,7 +152,7 @@ def _best_alpha(model: Any, site: Site, seen: Seen, grid: dict[str, Any]) -> Cho
 
 
 def scales_of(importance: Tensor, alpha: float) -> Tensor:
-    """Importance [C] to the power of alpha, around 1 in the geometric mean.
+    """AWQ's scales: importance [C] to the power of alpha, around 1 in the geometric mean.
 
     A common factor changes nothing, and numbers around 1 keep the weights of norms in their range.
     A channel that never sees anything gets a small scale instead of 0.

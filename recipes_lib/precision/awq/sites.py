@@ -41,13 +41,13 @@ class Site:
     sources: Tensor | None = None
 
     def spread(self, scales: Tensor) -> Tensor:
-        """What is known of each channel of `before` [C], for each input channel [I]."""
+        """What is known of each channel of a site's `before` [C], for each input channel [I]."""
         if self.sources is None:
             return scales
         return scales[self.sources.to(scales.device)]
 
     def shared(self, values: Tensor) -> Tensor:
-        """The mean over the input channels [I] that come from one channel of `before`: [C]."""
+        """The mean over a site's input channels [I] that come from one channel of `before`: [C]."""
         if self.sources is None:
             return values
         sources = self.sources.to(values.device)
@@ -82,7 +82,7 @@ def find_sites(model: Any, names: Iterable[str]) -> list[Site]:
 
 
 def _readers_of_norms(model: Any) -> tuple[dict[str, list[str]], Counter[str]]:
-    """The linear layers that are handed the output of each norm; how often each of both ran."""
+    """For sites: the linear layers that read the output of each norm; how often both ran."""
     norm_of: dict[int, str] = {}  # by the id of its output
     alive = []  # as long as a tensor lives, no other gets its id
     readers: dict[str, list[str]] = defaultdict(list)
@@ -109,7 +109,7 @@ def _readers_of_norms(model: Any) -> tuple[dict[str, list[str]], Counter[str]]:
 
 
 def _after_norms(model: Any, readers: dict[str, list[str]], calls: Counter[str]) -> Iterator[Site]:
-    """norm -> q, k, v or gate, up: all that reads a norm."""
+    """Sites norm -> q, k, v or gate, up: all that reads a norm."""
     for norm, linears in readers.items():
         # What runs more than once in a pass has several inputs, and one weight.
         once = all(calls[name] == 1 for name in (norm, *linears))
@@ -118,7 +118,7 @@ def _after_norms(model: Any, readers: dict[str, list[str]], calls: Counter[str])
 
 
 def _after_gates(model: Any) -> Iterator[Site]:
-    """up -> down of gated feed-forward layers: down reads act(gate) * up."""
+    """Sites up -> down of gated feed-forward layers: down reads act(gate) * up."""
     for name, module in model.named_modules():
         gate, up, down = (_linear(module, part) for part in ("gate_proj", "up_proj", "down_proj"))
         if not (gate and up and down):
@@ -128,7 +128,7 @@ def _after_gates(model: Any) -> Iterator[Site]:
 
 
 def _after_values(model: Any) -> Iterator[Site]:
-    """v -> o: attention mixes tokens, not channels."""
+    """Sites v -> o: attention mixes tokens, not channels."""
     for name, module in model.named_modules():
         value = _linear(module, "v_proj")
         for part in ("o_proj", "out_proj"):
@@ -177,7 +177,7 @@ def fold_scales(model: Any, site: Site, scales: Tensor) -> None:
 
 
 def _offset_of(norm: nn.Module) -> float | None:
-    """What a norm adds to its weight before it multiplies: 0, or 1 in Gemma; None if neither."""
+    """Where scales fold into a norm: what it adds to its weight: 0, 1 in Gemma; None if neither."""
     weight = getattr(norm, "weight", None)
     if weight is None or weight.dim() != 1:
         return None
@@ -238,6 +238,7 @@ def read_inputs(model: Any, sites: list[Site], batches: list[dict[str, Tensor]])
     share = max(1, KEPT // max(1, len(batches)))
 
     def read(name: str, value: Tensor) -> None:
+        """Add up what a site's layer reads of a batch, and keep a share of the rows."""
         every = value.flatten(0, -2)  # [B * S, I]
         if len(every) != len(real):  # a family that puts tokens of its own before the text
             raise ValueError(f"{name} reads {len(every)} rows for {len(real)} tokens: leave it out")
@@ -261,6 +262,7 @@ def read_inputs(model: Any, sites: list[Site], batches: list[dict[str, Tensor]])
 
 
 def _logits_beside_folding(model: Any) -> Tensor:
+    """The logits of a few tokens, which folding may not change."""
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.arange(1, 9, device=model.device)[None] % vocabulary  # [1, S]
     with evaluating(model):

@@ -154,6 +154,7 @@ class Int8Linear(PackedLinear):
     scales = "scale"
 
     def __init__(self, weight: Tensor, scale: Tensor, *, bias: Tensor | None, kind: str) -> None:
+        """A layer with int8 `weight` and a scale for each row."""
         super().__init__(weight.shape[1], len(weight), bias, by="apply_int8")
         self.kind = kind
         self._has_bias = bias is not None  # a buffer takes nn.Module longer to find
@@ -161,6 +162,7 @@ class Int8Linear(PackedLinear):
         self.place(weight)
 
     def place(self, plain: Tensor) -> None:
+        """Pack the int8 weight for the kernel of its kind, if there is one here."""
         self._packed = weights_for_kernel(self.kind, plain, self.scale)
         # Without packed weights, activations are not rounded.
         packed = self._packed is not None
@@ -173,7 +175,7 @@ class Int8Linear(PackedLinear):
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N], in the dtype of `x`."""
+        """The product with int8 weights: [..., K] -> [..., N], in the dtype of `x`."""
         refuse_backward(x)
         if x.numel() == 0:
             return x.new_zeros(*x.shape[:-1], self.out_features)
@@ -205,7 +207,7 @@ class Int8Linear(PackedLinear):
 
 
 def _warn_of_slow_path(kind: str, device: torch.device) -> None:
-    """Say once per call what this machine lacks; the results are right either way."""
+    """Say once per call what this machine lacks for int8; results are right either way."""
     if device.type != "cpu":
         return
     problem = None

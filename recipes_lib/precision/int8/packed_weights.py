@@ -74,6 +74,7 @@ class PackedWeights:
     divisor = 1.0  # of the scales: the product's own factor, which then costs no operator
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
+        """Pack int8 `weight` [N, K] with its `scale` for FBGEMM."""
         zeros = torch.zeros(len(weight), dtype=torch.long)
         scale = scale.double() / self.divisor
         with _packing_for_fbgemm(), warnings.catch_warnings():
@@ -185,7 +186,7 @@ def weights_for_kernel(kind: str, weight: Tensor, scale: Tensor) -> PackedWeight
 
 
 def _row_with_both_ends(width: int, end: float) -> Tensor:
-    """A row [1, K] whose smallest and largest numbers decide the scale of a call."""
+    """Beside packed weights: a row [1, K] whose ends decide the scale of a call."""
     ends = torch.zeros(1, width)
     ends[0, 0] = end
     ends[0, -1] = -end

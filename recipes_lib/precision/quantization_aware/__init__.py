@@ -200,7 +200,7 @@ class Grids:
         check_bits(**given)
 
     def of(self, model: Any, name: str, layer: nn.Module) -> tuple[int | None, int | None]:
-        """Bits and group of the weight of a layer; no bits: it stays as it is."""
+        """Bits and group of a layer's weight while it trains with rounding; no bits: it stays."""
         if not is_causal_lm(model):
             if isinstance(layer, nn.Conv2d):
                 return self.weight_bits, None
@@ -266,7 +266,7 @@ def _require_rounding_means_what_it_says(model: Any, output_bits: int | None) ->
 
 
 def _has_another_loss(model: Any) -> bool:
-    """Distillation and the chunked loss read the weight of the output layer themselves."""
+    """Losses that read the output layer's weight themselves do not see its rounding."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     causal = without_adapters(model)
@@ -322,7 +322,7 @@ def _put_on_grids(model: Any, *, by: str) -> Any:
 
 @torch.no_grad()
 def _observe(model: nn.Module, calibration: Tensor) -> None:
-    """Let the ranges of all convolutions be those of these images."""
+    """Let the grids of all convolutions have the ranges of these images."""
     for layer in _convolutions(model):
         layer.observing = True
     with evaluating(model):

@@ -64,6 +64,7 @@ class AwareEmbedding:
     group: None
 
     def forward(self, ids: Tensor) -> Tensor:
+        """The rows of an embedding on their grid, with gradients."""
         rows = nn.Embedding.forward(self, ids)
         flat = RoundedWeight.apply(rows.flatten(0, -2), self.weight_bits, None)
         rounded = flat.view_as(rows)
@@ -101,6 +102,7 @@ class AwareConv2d(InputInRange):
     group: None
 
     def forward(self, x: Tensor) -> Tensor:
+        """A convolution whose weight and input are on grids, with gradients."""
         if self.activation_bits is not None and (self.observing or self.training):
             self._widen_range(x.detach())
         if self.observing:
@@ -109,6 +111,7 @@ class AwareConv2d(InputInRange):
         return self._conv_forward(self.rounded_input(x), weight, self.bias)
 
     def _widen_range(self, x: Tensor) -> None:
+        """Let the range of a convolution's input follow what comes in."""
         limits = getattr(self, LIMITS)
         low, high = x.aminmax()
         if not limits.isfinite().all():
@@ -152,7 +155,7 @@ def rounded_weight(layer: Any) -> Tensor:
 
 
 class Steps(NamedTuple):
-    """How far numbers are from the lowest level, in whole steps, before they are cut off."""
+    """In a layer on a grid: whole steps from the lowest level, before they are cut off."""
 
     steps: Tensor  # fp32, the shape of the numbers
     scale: Tensor
@@ -172,18 +175,19 @@ class Steps(NamedTuple):
 
 
 def token_steps(x: Tensor, bits: int) -> Steps:
-    """Each token of x [..., K] on a grid from its smallest to its largest number."""
+    """For aware layers: tokens of x [..., K], each on a grid between its ends."""
     x = x.detach().float()
     # In 16 bits a level of 8 bits would be missed by rounding: all of this is fp32.
     return _steps_from_lowest(x, x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True), bits)
 
 
 def range_steps(x: Tensor, limits: Tensor, bits: int) -> Steps:
-    """All of x on one grid, between the two `limits` [2]."""
+    """For aware convolutions: all of x on one grid, between the two `limits` [2]."""
     return _steps_from_lowest(x.detach().float(), limits[0], limits[1], bits)
 
 
 def _steps_from_lowest(x: Tensor, low: Tensor, high: Tensor, bits: int) -> Steps:
+    """In aware layers: x on a grid from `low` to `high`, of which zero is a level."""
     lowest, highest = levels_of(bits)
     low = low.clamp(max=0)  # zero is one of the levels
     high = high.clamp(min=0)
@@ -240,6 +244,7 @@ class RoundedLinear(torch.autograd.Function):
         group: int | None,
         activation_bits: int | None,
     ) -> Tensor:
+        """The product of an aware layer; what backward needs is kept."""
         ctx.dtype = x.dtype
         device = x.device.type
         if torch.is_autocast_enabled(device):
@@ -280,7 +285,7 @@ class RoundedLinear(torch.autograd.Function):
 
 
 def rounded_tokens(x: Tensor, bits: int | None) -> Tensor:
-    """x [..., K] with each token on its grid; as it is, where `bits` is None."""
+    """What a layer on grids reads: x [..., K], each token rounded; as it is without `bits`."""
     if bits is None:
         return x
     return token_steps(x, bits).rounded_(bits).to(x.dtype)
