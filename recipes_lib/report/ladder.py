@@ -59,7 +59,7 @@ class Row(SimpleNamespace):
     """
 
     def set_range(self, metric: str, value: float, low: float, high: float) -> None:
-        """A number with its range."""
+        """A number of a row with its range."""
         vars(self).update({metric: value, f"{metric}_low": low, f"{metric}_high": high})
 
     def _ipython_display_(self) -> None:
@@ -128,7 +128,7 @@ class Ladder:
         return row
 
     def append(self, row: Row) -> Row:
-        """Add a finished row and save the file. Raises ValueError for a name that is taken."""
+        """Add a finished row to the ladder, and save. ValueError for a name that is taken."""
         self._check_new(row.name)
         if not self.rows:  # a run that never gets a row leaves the file of the last one alone
             self._put_last_run_aside()
@@ -237,7 +237,7 @@ class Ladder:
         self.save()
 
     def save(self) -> None:
-        """Write the file whole or not at all: a run that dies keeps the rows before."""
+        """Write the ladder's file whole or not at all: a run that dies keeps the rows before."""
         content = {"ladder": self.path.stem, **provenance(), "facts": self.facts}
         content["rows"] = list(self.records())
         scratch = self.path.with_suffix(".json.part")
@@ -246,7 +246,7 @@ class Ladder:
         os.replace(scratch, self.path)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Each value of each row as a flat record, with its range and its unit."""
+        """Each value of each row of the ladder as a flat record, with its range and its unit."""
         units = {column.metric: column.unit for column in self.columns}
         for row in self.rows:
             for metric, value in vars(row).items():
@@ -304,6 +304,7 @@ class Ladder:
         return bars([row.name for row in self.rows], *columns, groups=groups, **options)
 
     def __str__(self) -> str:
+        """The ladder as a table of text."""
         header, *cells = self.table()
         columns = zip(header, *cells, strict=True)
         widths = [max(map(len, column)) for column in columns]
@@ -318,6 +319,7 @@ class Ladder:
 
     # What Jupyter shows, by this name.
     def _repr_html_(self) -> str:
+        """The ladder as a table for Jupyter."""
         header, *cells = self.table()
         lines = [_html_row(header, "th")]
         for line, heading in self._lines_with_groups(cells):
@@ -337,7 +339,7 @@ class Ladder:
 
 
 def cell(row: Row, column: Column) -> str:
-    """A value as text, with both ends of its range if they differ: "1.02 (0.97–1.08)"."""
+    """A value of a ladder as text, with both ends of a range: "1.02 (0.97–1.08)"."""
     value = getattr(row, column.metric)
     if value is None:
         return ""
@@ -352,7 +354,7 @@ def cell(row: Row, column: Column) -> str:
 
 
 def ranges_of(row: Any, metric: str) -> tuple[float | None, float | None]:
-    """The lowest and the highest of a row's turns; None without turns."""
+    """The lowest and the highest of a row's turns on the ladder; None without turns."""
     return getattr(row, f"{metric}_low", None), getattr(row, f"{metric}_high", None)
 
 

@@ -39,12 +39,12 @@ class OverheadFit:
         return self.overhead + size / self.bandwidth
 
     def overhead_share(self, size: float) -> float:
-        """The part of that time that is the fixed part."""
+        """The part of a token's time that is the fixed part."""
         return self.overhead / self.seconds(size)
 
 
 def fit_overhead(points: Sequence[tuple[float, float]]) -> OverheadFit:
-    """Fit the two terms by least squares.
+    """Fit the fixed part of a token's time and that of reading, by least squares.
 
     Args:
         points: (bytes that a token reads, seconds that it takes). Give three or more: a line goes

@@ -36,6 +36,7 @@ def _day(path: Path) -> str:
 
 
 def _nested(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Records of a run as values by row and metric, those with a range as three."""
     found: dict[str, Any] = {}
     for record in records:
         values = found

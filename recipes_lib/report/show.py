@@ -39,7 +39,7 @@ def in_markdown(code: str) -> dict[str, str]:
 
 
 def without_docstring(source: str) -> list[str]:
-    """The lines of one function or class, less those of its docstring."""
+    """The lines to show of a function or class, less those of its docstring."""
     lines = source.splitlines()
     definition = ast.parse(source).body[0]
     if ast.get_docstring(definition) is None:

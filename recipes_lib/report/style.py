@@ -125,7 +125,7 @@ BY_ARITHMETIC = "computed from the model's shape before anything ran"
 
 
 def measured_here() -> str:
-    """The source line of what this process has measured."""
+    """The source line of a chart that this process has measured."""
     here = machine()
     # "Intel(R) Xeon(R) Processor @ 2.70GHz" becomes "Intel Xeon".
     name = re.sub(r"\((R|TM)\)|@.*|\b(Processor|CPU)\b", " ", here.name)

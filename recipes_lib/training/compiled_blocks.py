@@ -144,14 +144,14 @@ def _compile_once(block_class: type, dynamic: bool | None) -> Callable[..., Any]
 
 
 class Compiled:
-    """What is mixed into a block. `forward` and not `__call__`: hooks fire once, outside."""
+    """What is mixed into a compiled block. `forward`, not `__call__`: hooks fire once, outside."""
 
     compiled: bool  # a mark, which the measuring of memory reads
     compiled_forward: Callable[..., Any]
     divided: dict[Any, Callable[..., Any]]  # what dry runs of this model have traced, by shape
 
     def forward(self, hidden_states: torch.Tensor, *others: Any, **options: Any) -> Any:
-        """As ever, on [B, S, D]; `others` is what the family of the model gives by position."""
+        """A compiled block, on [B, S, D]; `others` is what the family gives by position."""
         if not self.training or not torch.is_grad_enabled():
             return super().forward(hidden_states, *others, **options)
         if _operators_are_counted() and not dry():
@@ -168,7 +168,7 @@ class Compiled:
         return self.compiled_forward(self, hidden_states, *others, **options)
 
     def _as_divided(self, hidden: torch.Tensor, others: tuple, options: dict[str, Any]) -> Any:
-        """Operator by operator, and kept for backward is what the compiler would keep."""
+        """In a dry run, operator by operator: kept for backward is what the compiler would keep."""
         device = hidden.device.type
         ranges = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         which = (hidden.shape, hidden.dtype, ranges)
@@ -196,6 +196,7 @@ def _divided_function(block: torch.nn.Module) -> Callable[..., Any]:
     def forward(
         parameters: dict, scales: dict, hidden: torch.Tensor, others: tuple, options: dict
     ) -> Any:
+        """A block with these parameters and their scales, as the compiler traces it."""
         for name, tensors in scales.items():
             if tensors:
                 attributes = vars(block.get_parameter(name))
@@ -228,7 +229,7 @@ def _with_scales(state: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _require_first(model: Any) -> None:
-    """Sharding and checkpoints have to stay outside of the graphs, so they come later."""
+    """Sharding and checkpoints have to stay outside of compiled graphs, so they come later."""
     from recipes_lib.core.ranks.measured_bytes import is_sharded  # imports much
 
     if is_sharded(model):
@@ -244,7 +245,7 @@ def _require_first(model: Any) -> None:
 
 
 def _operators_are_counted() -> bool:
-    """Whether a mode sees each operator, as that of a timeline does, or a dry run.
+    """Whether a block may not be compiled: a mode counts each operator, or there is a dry run.
 
     torch.compile compiles nothing in most of them, and of compiled code a mode would see nothing.
     """

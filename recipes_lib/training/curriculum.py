@@ -104,7 +104,7 @@ def _batches_of_stages(
     seed: int,
     start_step: int,
 ) -> Iterator[Batch]:
-    """The batch of each step, cut from the pieces of one epoch after the other."""
+    """The batch of each step of the curriculum, cut from the pieces of one epoch after another."""
     longest = lengths[-1]
     pieces_per_step = tokens_per_step // longest
     pieces_per_epoch = len(stream) // longest
@@ -125,7 +125,7 @@ def _batches_of_stages(
 
 
 def _piece_starts(epoch: int, *, tokens: int, longest: int, seed: int) -> list[int]:
-    """Where the pieces of an epoch begin, in the order of that epoch."""
+    """Where the curriculum's pieces of an epoch begin, in the order of that epoch."""
     pieces, left_over = divmod(tokens, longest)
     # A generator of the epoch's own: any step can be computed without those before it.
     generator = random.Random(f"{seed} {epoch}")
@@ -138,7 +138,7 @@ def _piece_starts(epoch: int, *, tokens: int, longest: int, seed: int) -> list[i
 def curriculum_schedule(
     *, stages: Stages, tokens_per_step: int, steps: int
 ) -> list[tuple[int, int]]:
-    """The stages as (length, number of steps); the numbers sum to `steps`."""
+    """The stages of the curriculum as (length, number of steps); the numbers sum to `steps`."""
     lengths = [length for length, _ in stages]
     shares = [share for _, share in stages]
     longest = lengths[-1]

@@ -127,6 +127,7 @@ class StepData(Dataset):
     ranks: int
 
     def __getitem__(self, step: int) -> Batch:
+        """In a loading process: this rank's rows of a step, collated."""
         chosen = rows_of_step(
             step, rows=len(self.rows), rows_per_step=self.rows_per_step, seed=self.seed
         )
@@ -138,7 +139,7 @@ class StepData(Dataset):
 
 @contextlib.contextmanager
 def random_numbers_of(name: str) -> Iterator[None]:
-    """What is drawn inside depends on `name` alone, and nothing outside notices."""
+    """In a loading process: what is drawn depends on `name` alone, and nothing outside notices."""
     outside = random.getstate()
     with torch.random.fork_rng(devices=[]):
         random.seed(name)
@@ -158,7 +159,7 @@ class Stalls:
 
     @property
     def share(self) -> float:
-        """The part of the time in which no step ran: 0 is best, 1 is all of it."""
+        """The part of the time in which no step ran but waited for data: 0 is best."""
         waited = sum(self.waiting)
         return waited / (waited + sum(self.training))
 
@@ -191,7 +192,7 @@ def measure_stalls(
 
 
 def predicted_stall_share(*, make_seconds: float, step_seconds: float, workers: int) -> float:
-    """The share of the time in which steps wait, if batches take L seconds to make and steps S.
+    """The share of the time in which steps wait, if data takes L seconds per batch and steps S.
 
     Without workers it is L / (L + S). With them a batch is ready every L / w seconds, so that a
     step waits for what is left of that after S.

@@ -138,7 +138,7 @@ def fit_micro_batches(
 
 
 def _try_step(step: Callable[[int], Any], k: int) -> tuple[bool, Any]:
-    """Whether it fits, and what `step` returned, or the error by which it ran out of memory."""
+    """Whether so many micro-batches fit, and what `step` returned, or how memory ran out."""
     # The error leaves this function as a value: while Python handles one, its tensors stay alive.
     try:
         return True, step(k)
@@ -151,7 +151,7 @@ def _try_step(step: Callable[[int], Any], k: int) -> tuple[bool, Any]:
 
 
 def _release_attempt(model: Any, error: BaseException | None) -> None:
-    """Free what a failed attempt holds: gradients, and the tensors in its traceback's frames."""
+    """Free what a failed attempt at a batch holds: gradients, and tensors in its traceback."""
     for parameter in model.parameters():
         parameter.grad = None
     # An error holds its traceback, that holds the frames of forward, and those their local tensors.
@@ -163,7 +163,7 @@ def _release_attempt(model: Any, error: BaseException | None) -> None:
 
 
 def _writes_to_weights(model: Any) -> list[int]:
-    """How often each weight was written to: an optimizer's step counts up."""
+    """How often an attempt wrote to each weight: an optimizer's step counts up."""
     return [parameter._version for parameter in model.parameters()]
 
 
@@ -176,7 +176,7 @@ def _next_divisor(k: int, batch_size: int) -> int | None:
 
 
 def _require_that_it_can_be_repeated(model: Any) -> None:
-    """A failed attempt must be able to take back what it did."""
+    """A failed attempt at a batch must be able to take back what it did."""
     parameters = list(model.parameters())
     if any_marked(parameters, STEPS_IN_BACKWARD) or any_marked(parameters, GRADIENT_TAKER):
         raise ValueError("the optimizer takes gradients in backward: use one of the two")

@@ -85,7 +85,7 @@ def save_checkpoint(
     run: Mapping[str, Any],
     parts: Mapping[str, Any] = NO_PARTS,
 ) -> None:
-    """Write the state after `step` optimizer steps to the file `path`, replacing the one before.
+    """Write the state after `step` optimizer steps to the file `path`, for an exact resume.
 
     Args:
         run: facts that a resumed run must share, as JSON takes them: settings, length of the data.
@@ -113,7 +113,7 @@ def load_checkpoint(
     run: Mapping[str, Any],
     parts: Mapping[str, Any] = NO_PARTS,
 ) -> int:
-    """Put the state of the file `path` back; returns the number of steps that were done."""
+    """Resume exactly from the file `path`; returns the number of steps that were done."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     facts = facts_of(run, model, optimizer, parts)
     check_same_run(Path(path), saved=state["facts"], given=facts)
@@ -129,7 +129,7 @@ def load_checkpoint(
 
 
 def _save_loadable(state: Any, file: IO[bytes]) -> None:
-    """`torch.save`, and a ValueError now, not after the crash, if `torch.load` refuses the file."""
+    """`torch.save`, and a ValueError now, not at the resume, if `torch.load` refuses the file."""
     torch.save(state, file)
     file.seek(0)
     odd = get_unsafe_globals_in_checkpoint(file)

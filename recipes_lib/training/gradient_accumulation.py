@@ -61,7 +61,7 @@ def accumulated_by_hand(model: Any, batch: Batch, *, micro_batches: int) -> None
 
 
 def own_loss_sum(model: Any, batch: Batch) -> torch.Tensor:
-    """`sum_of_losses` from the loss of the model, a mean over its targets: it may be in chunks."""
+    """To accumulate: `sum_of_losses` from the loss of the model, a mean over its targets."""
     require_shifted_loss(model)
     output = model(**batch | {"use_cache": False})
     refuse_auxiliary_loss(output)
@@ -112,7 +112,7 @@ def accumulate_gradients(
 
 
 def split(batch: Batch, micro_batches: int | None) -> list[Batch]:
-    """The k micro-batches [B/k, S] of a batch."""
+    """The k micro-batches [B/k, S] of a batch, to accumulate over."""
     rows = len(batch["input_ids"])
     if rows % micro_batches:
         raise ValueError(

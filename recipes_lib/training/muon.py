@@ -98,7 +98,7 @@ def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
 
 
 def _matrices_of_blocks(model: nn.Module) -> set[int]:
-    """The ids of the weights of linear layers in the blocks, LoRA's and shared ones left out."""
+    """For Muon: the ids of the weights of linear layers in blocks, LoRA's and shared ones out."""
     found = set()
     for name, module in decoder_blocks(model).named_modules():
         if "lora_" not in name and is_linear(module):
@@ -109,7 +109,7 @@ def _matrices_of_blocks(model: nn.Module) -> set[int]:
 
 
 class InOne(torch.optim.Optimizer):
-    """Several optimizers as one, with a group each: for schedules, checkpoints and loops."""
+    """Muon and AdamW as one, with a group each: for schedules, checkpoints and loops."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -117,7 +117,7 @@ class InOne(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` returned."""
+        """A step of Muon and of AdamW; returns what `closure` returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -119,7 +119,7 @@ def best_fit(lengths: Sequence[int], *, length: int) -> list[list[int]]:
 
 
 def _join_documents(rows: list[Row]) -> Row:
-    """Documents behind each other in one row, each with positions from 0 on."""
+    """Documents packed behind each other in one row, each with positions from 0 on."""
     pack: Row = {"input_ids": [], "labels": [], "position_ids": []}
     for row in rows:
         pack["input_ids"] += row["input_ids"]
@@ -190,12 +190,12 @@ def check_document_mask(model: Any, batch: dict[str, torch.Tensor]) -> None:
 
 
 def _same_logits(found: torch.Tensor, expected: torch.Tensor, *, share: float) -> bool:
-    """Whether a document has the logits that it has alone, up to a share of the largest one."""
+    """Whether a packed document has the logits that it has alone, up to a share of the largest."""
     return ((found - expected).abs().max() <= share * expected.abs().max()).item()
 
 
 def _second_document(position_ids: torch.Tensor) -> tuple[int, int, int]:
-    """The first row with two documents, and where its second document begins and ends."""
+    """The first row with two packed documents, and where the second begins and ends."""
     for row, positions in enumerate(position_ids):
         starts = (positions == 0).nonzero().flatten().tolist()
         if len(starts) > 1:

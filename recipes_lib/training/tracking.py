@@ -40,13 +40,13 @@ from recipes_lib.core.measure.machine import require
 
 
 def append_line(path: Path | str, step: int, **values: float) -> None:
-    """Append the numbers of one step as a line of JSON. A killed process loses no earlier line."""
+    """Track the numbers of one step as a line of JSON. A killed process loses no earlier line."""
     with open(path, "a") as file:
         file.write(json.dumps({"step": step} | values) + "\n")
 
 
 def read_lines(path: Path | str) -> dict[int, dict[str, float]]:
-    """Step -> its values, the newest of each step."""
+    """What a run has tracked: step -> its values, the newest of each step."""
     kept: dict[int, dict[str, float]] = {}
     for line in Path(path).read_text().splitlines():
         values = json.loads(line)

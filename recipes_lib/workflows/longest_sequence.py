@@ -51,7 +51,7 @@ class Search:
 
     @property
     def crossing(self) -> float:
-        """Where the bytes reach the limit, in tokens: what a prediction is compared with.
+        """At which length the bytes reach the limit: what a prediction is compared with.
 
         That is on the straight line between the longest length that fits and the next one tried
         above it. If nothing is known of the bytes up there, it is the longest that fits.
@@ -66,7 +66,7 @@ class Search:
 
 
 def _crossing(first: int, first_bytes: int, second: int, second_bytes: int, limit: int) -> float:
-    """Where the straight line through two lengths and their bytes meets the limit, in tokens."""
+    """At which length the line through two lengths and their bytes meets the limit."""
     share = (limit - first_bytes) / (second_bytes - first_bytes)
     return first + share * (second - first)
 
@@ -150,7 +150,7 @@ def find_longest(
 def _length_between(
     low: int, high: int, peaks: dict[int, int | None], limit_bytes: int, aside: float
 ) -> int:
-    """A part `aside` of where the line through both ends meets the limit; the middle where it is 0.
+    """The next length to try: `aside` of the line through both ends, or the middle.
 
     A little below and then a little above it, because that leaves the smallest bracket.
     """
@@ -163,7 +163,7 @@ def _length_between(
 def _guess_length(
     shorter: int, longer: int, peaks: dict[int, int | None], limit_bytes: int
 ) -> float:
-    """Where the line through two lengths that fit meets the limit, but not too far away."""
+    """The next length: where the line through two that fit meets the limit, not too far away."""
     furthest = FURTHEST * longer
     if peaks[longer] <= peaks[shorter]:
         return furthest

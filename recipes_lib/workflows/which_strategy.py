@@ -32,7 +32,7 @@ STRATEGIES = ("one GPU", "DDP", "ZeRO-1", "ZeRO-2", "FSDP (ZeRO-3)", "FSDP × TP
 
 
 def predicted_bytes_per_rank(*, strategy: str, parameters: float, gpus: int) -> float:
-    """Bytes of weights, gradients and states on one rank.
+    """Bytes of weights, gradients and states on one rank under a strategy.
 
     Args:
         strategy: one of STRATEGIES but the last.

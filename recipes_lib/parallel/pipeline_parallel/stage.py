@@ -22,7 +22,7 @@ class Stage(nn.Module):
     """Stage `number` of `stages`. The first has the embedding, the last norm and output layer."""
 
     def __init__(self, model: Any, number: int, stages: int) -> None:
-        """Stage `number` of so many: its blocks; the embedding in the first, the head in the last."""
+        """Stage `number` of so many: its blocks, and an end of the model in the first and last."""
         super().__init__()
         causal = without_adapters(model)
         inner = trunk(model)

@@ -163,7 +163,7 @@ def _draw_marks(axes: Any, column: Bars, places: Sequence[float]) -> None:
 
 
 def _end_of_axis(ends: Sequence[float], labels: Sequence[str], room: float) -> float:
-    """Where the axis has to end, so that the longest label ends with it."""
+    """Where the axis of bars has to end, so that the longest label ends with it."""
     limit = max(ends) or 1.0
     for end, label in zip(ends, labels):
         beside = text_width(label, LABEL) + 10

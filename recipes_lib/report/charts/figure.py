@@ -138,7 +138,7 @@ def mark_in_key(name: str, line: str, **look: Any) -> Line2D:
 
 
 def set_up(axes: Any, **settings: Any) -> None:
-    """`Axes.set`, with plain numbers on logarithmic scales."""
+    """In our figures: `Axes.set`, with plain numbers on logarithmic scales."""
     axes.set(**settings)
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
@@ -153,7 +153,7 @@ def set_up(axes: Any, **settings: Any) -> None:
 
 
 def text_width(text: str, size: float = 10) -> float:
-    """How wide a text is, in points."""
+    """How wide a text is in a figure, in points."""
     if not text.strip():
         return 0.0  # blanks have no outline
     return TextPath((0, 0), text, size=size).get_extents().width

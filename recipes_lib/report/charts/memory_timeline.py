@@ -83,7 +83,7 @@ def timeline_chart(
 
 
 def _places_of_points(each: Timeline) -> list[int]:
-    """How far to the right each point is: the bytes that have come and gone by then."""
+    """How far to the right each point of a timeline is: the bytes that have come and gone."""
     places = [0]
     for before, point in zip(each.points, each.points[1:]):
         places.append(places[-1] + abs(point.total - before.total))
@@ -91,7 +91,7 @@ def _places_of_points(each: Timeline) -> list[int]:
 
 
 def _spans_of_phases(each: Timeline) -> list[tuple[str, int, int]]:
-    """The phases with the places at which they begin and end.
+    """The phases of a timeline with the places at which they begin and end.
 
     One begins at the last point of the phase before: what its first operator takes is its own.
     """

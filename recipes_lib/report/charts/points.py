@@ -46,7 +46,7 @@ def points(
 
 
 def worth_having(places: Any) -> list[Place]:
-    """The places than which no other is both smaller and better, the smallest first."""
+    """The points than which no other is both smaller and better, the smallest first."""
     front: list[Place] = []
     for place in sorted(places):
         if not front or place[1] < front[-1][1]:

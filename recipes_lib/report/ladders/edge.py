@@ -115,6 +115,7 @@ class EdgeLadder(Ladder):
         )
 
     def derive(self, row: Row, first: Row) -> None:
+        """The size and the speed of a file on a device, as parts of the first row's."""
         row.share_of_first = row.file_bytes / first.file_bytes
         row.as_fast = 1 / row.ratio
         if row.turns:
@@ -147,7 +148,7 @@ class EdgeLadder(Ladder):
 
 
 def chance(wrong: float, tested: int) -> tuple[float, float]:
-    """Where the share of wrong answers of an equally good network is 95 times in 100.
+    """For a file as good as the first: where its share of wrong answers is 95 times in 100.
 
     A network that is wrong with probability p on any image is wrong on a share of `tested` images
     whose standard deviation is sqrt(p (1 - p) / tested).

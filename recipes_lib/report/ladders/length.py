@@ -26,6 +26,7 @@ class LengthLadder(Ladder):
     """
 
     def __init__(self, name: str, *, timed_at: int, against: str) -> None:
+        """A ladder of the longest texts, with a time at one length."""
         self.against = against
         columns = (
             Column("predicted_tokens", "predicted", "tokens", WHOLE),
@@ -53,7 +54,7 @@ class LengthLadder(Ladder):
         loss: float | None = None,
         gradient_error: float | None = None,
     ) -> Row:
-        """Append a row, save the file and return the row. `set_times` brings its times.
+        """Append a length, save the file and return the row. `set_times` brings its times.
 
         `predicted` is None where no arithmetic holds; `gradient_error` is how far the gradients are
         from those of the first row, as a part of them.
@@ -70,7 +71,7 @@ class LengthLadder(Ladder):
         return self.append(row)
 
     def first_of(self, row: Row) -> Row:
-        """The row that times are compared with."""
+        """The row of lengths that times are compared with."""
         named = [each for each in self.rows if each.name == self.against]
         return [*named, self.rows[0]][0]
 

@@ -111,7 +111,7 @@ class MemoryLadder(Ladder):
         return row
 
     def _bytes_of_step(self, name: str, step: ReadyStep) -> dict[str, Any]:
-        """What is measured of a row once: its peak, its time and its loss."""
+        """What is measured of a step once for its row: its peak, its time and its loss."""
         losses: list[float] = []
         of_model = {"model": step.model, "optimizer": step.optimizer}
         measured = measure(
@@ -136,6 +136,7 @@ class MemoryLadder(Ladder):
         super()._take_turns_together(names, rounds)
 
     def derive(self, row: Row, first: Row) -> None:
+        """How far the peak is from the first row's, and from its prediction."""
         if row is not first:
             row.change = row.peak_bytes / first.peak_bytes - 1
         if row.predicted_bytes is not None:

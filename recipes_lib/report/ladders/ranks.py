@@ -81,6 +81,7 @@ class RankLadder(Ladder):
         )
 
     def _bytes_of_rank(self, turn: RankTurn) -> dict[str, Any]:
+        """What a rank keeps and sends under the strategy, and its losses beside the first row's."""
         seconds = turn()["seconds"]
         came = turn.came
         difference = None

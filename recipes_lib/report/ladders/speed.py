@@ -41,6 +41,7 @@ class Writing:
         self.tokens = [int(token) for token in self._write(new_tokens)]  # warms up, too
 
     def __call__(self) -> dict[str, float]:
+        """Write the text once more: seconds per token, and of the prompt."""
         # While others had their turns, the machine may have put this model's memory aside.
         self._write(1)
         prompt, _ = timed(partial(self._write, 1))
@@ -87,6 +88,7 @@ class SpeedLadder(Ladder):
         bandwidth: float,
         rates: Mapping[torch.dtype, float],
     ) -> None:
+        """A ladder of speeds beside what reading at this `bandwidth` allows."""
         super().__init__(name)
         self.bandwidth = bandwidth
         self.facts["bandwidth"] = bandwidth
@@ -145,6 +147,7 @@ class SpeedLadder(Ladder):
         return turn() | {"equal_tokens": equal}
 
     def derive(self, row: Row, first: Row) -> None:
+        """Tokens per second, and their share of what the read bandwidth allows."""
         fastest = row.seconds_per_token
         row.tokens_per_second = 1 / fastest
         if row.turns:

@@ -44,7 +44,7 @@ def now() -> float:
 
 
 def _peak_beside_inputs(step: Callable[[], Any]) -> tuple[Any, int]:
-    """What the step returns, and the bytes that it holds at most beside what is there already."""
+    """What a kernel returns, and the bytes that it holds at most beside its inputs."""
     with PeakMemory() as memory:
         before = memory.current
         result = step()
@@ -81,7 +81,7 @@ def compare_losses(
     dtype: torch.dtype = torch.float32,
     rounds: int = 3,
 ) -> dict[str, LossCost]:
-    """What each way costs, forward and backward, on random hidden states [T, D] and weights [V, D].
+    """What each kernel of the loss costs, forward and backward, on random [T, D] and [V, D].
 
     The error is against fp64.
 
@@ -114,12 +114,12 @@ def compare_losses(
 
 
 def _random(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Numbers of such a size that the logits, sums over `width` products, have a variance of 1."""
+    """Random inputs of kernels: logits, sums over `width` products, have a variance of 1."""
     return torch.randn(rows, width, device=machine().device, dtype=dtype).div_(width**0.25)
 
 
 def _exact_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
-    """The mean cross-entropy in fp64, 256 tokens at a time: all logits would be gigabytes."""
+    """What kernels are compared with: the mean cross-entropy in fp64, 256 tokens at a time."""
     weight = weight.double()
     total = 0.0
     for states, labels in zip(hidden.split(256), targets.split(256), strict=True):
@@ -129,7 +129,7 @@ def _exact_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
 
 
 def _ways_to_lose() -> dict[str, LossWay]:
-    """The ways that are here, by name."""
+    """The kernels of the loss that are here, by name."""
 
     def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy((hidden @ weight.T).float(), targets)
@@ -145,12 +145,14 @@ def _ways_to_lose() -> dict[str, LossWay]:
 
 
 def _torch_way(**options: int | None) -> LossWay:
+    """A kernel to compare: PyTorch's own loss in chunks."""
     # Without an options object, the function makes all logits.
     chunks = torch.nn.LinearCrossEntropyOptions(**options)
     return functools.partial(functional.linear_cross_entropy, options=chunks)
 
 
 def _trl_way(*, words: int) -> LossWay:
+    """A kernel to compare: TRL's loss in chunks of words."""
     from trl.kernels import ChunkedLogProbFunction
 
     # Its trainer also asks for entropy and accuracy. They are left out: no other way computes them.
@@ -187,7 +189,7 @@ class NormCost(NamedTuple):
 
 @torch.no_grad()
 def compare_norms(*, rows: int, hidden: int, rounds: int = 20) -> dict[str, NormCost]:
-    """What each way costs on random x [N, D] in fp32, with LayerNorm, another function, beside.
+    """What each kernel of the norm costs on random x [N, D] in fp32, with LayerNorm beside.
 
     On Linux the process keeps freed memory from then on. Otherwise each y would be new memory, and
     the system takes longer to hand that out, page by page, than a norm takes to fill it.
@@ -219,7 +221,7 @@ def compare_norms(*, rows: int, hidden: int, rounds: int = 20) -> dict[str, Norm
 
 
 def _ways_to_normalize(hidden: int) -> dict[str, NormWay]:
-    """The ways that are here, by name."""
+    """The kernels of the norm that are here, by name."""
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         return plain_rms_norm(x, weight, EPS)
@@ -235,7 +237,7 @@ def _ways_to_normalize(hidden: int) -> dict[str, NormWay]:
 
 
 def _error_of_norm(name: str, way: NormWay, x: Tensor, weight: Tensor) -> float:
-    """The largest difference to the formula in fp64, relative to the largest value."""
+    """How far a kernel of the norm is from the formula in fp64, relative to the largest value."""
     wide = x.double()
     if name == "LayerNorm":
         exact = functional.layer_norm(wide, x.shape[-1:], weight.double(), None, EPS)

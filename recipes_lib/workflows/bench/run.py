@@ -43,6 +43,7 @@ class Bench:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a batch that no technique can be measured on."""
         check_whole(batch_size=self.batch_size, micro_batches=self.micro_batches)
         check_whole(least=2, seq_len=self.seq_len)  # the first token of a row is nobody's target
         if self.layers is not None and self.model_name not in SHAPES:
@@ -53,14 +54,14 @@ class Bench:
             )
 
     def fresh(self) -> Any:
-        """The model, each time with the same weights."""
+        """The model to measure a technique on, each time with the same weights."""
         seed_everything(0)
         if self.model_name in SHAPES:
             return model_of_shape(self.model_name, layers=self.layers, dtype=self.dtype)
         return load_model(self.model_name, dtype=self.dtype)
 
     def batch(self, model: Any) -> Batch:
-        """The batch on the model's device, each time with the same tokens.
+        """The batch to measure a technique on, each time with the same tokens.
 
         As in instruction tuning, the second half of each row carries loss.
         """
@@ -91,7 +92,7 @@ class Bench:
         return model, entry.optimizer_of(model), step
 
     def build(self, name: str) -> tuple[Any, torch.optim.Optimizer, Step]:
-        """The same on a model of its own."""
+        """Technique `name`, or the "baseline", on a model of its own."""
         return self.arrange(name, self.fresh())
 
     def predict(self, name: str) -> Prediction:

@@ -98,7 +98,7 @@ def compare_architectures(
 
 
 def _batches_from_step(text: Tensor, *, first: int, count: int) -> Iterator[Tensor]:
-    """Rows [B, S] of the steps from this number on."""
+    """For small models: rows [B, S] of the steps from this number on."""
     for number in range(first, first + count):
         yield rows_of_bytes(text, SIZES["rows"], SIZES["seq_len"], seed=number)
 
@@ -106,6 +106,7 @@ def _batches_from_step(text: Tensor, *, first: int, count: int) -> Iterator[Tens
 def _trained_with_seed(
     model: Any, seconds: list[float], losses: dict[str, list[float]], name: str
 ) -> Trained:
+    """What has become of one small model with one seed."""
     beyond = [loss - base for loss, base in zip(losses[name], losses[BASELINE])]
     return Trained(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -120,7 +121,7 @@ def _trained_with_seed(
 
 
 class Healing(NamedTuple):
-    """Held-out losses of one seed, in nats per byte."""
+    """Held-out losses of a small model with one seed, in nats per byte."""
 
     trained: float
     pooled: float
@@ -212,13 +213,13 @@ def _small_model(name: str, seed: int) -> Any:
 
 
 def bytes_of(split: str) -> Tensor:
-    """The beginning of the standard library as bytes [N], each a token."""
+    """For small models: the beginning of the standard library as bytes [N], each a token."""
     text = load_text(split=split).encode()[:TEXT_BYTES]
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def rows_of_bytes(text: Tensor, rows: int, seq_len: int, *, seed: int) -> Tensor:
-    """Rows [B, S] from places that the seed draws."""
+    """For small models: rows [B, S] of bytes from places that the seed draws."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - seq_len, (rows, 1), generator=generator)
     places = starts + torch.arange(seq_len)  # [B, S]
@@ -228,7 +229,7 @@ def rows_of_bytes(text: Tensor, rows: int, seq_len: int, *, seed: int) -> Tensor
 def train_side_by_side(
     models: dict[str, Any], batches: Iterator[Tensor], steps: int, learning_rate: float
 ) -> dict[str, list[float]]:
-    """Train all models side by side on the same batches; the seconds of each of their steps."""
+    """Train small models side by side on the same batches; the seconds of each step of each."""
     optimizers = {}
     for name, model in models.items():
         optimizers[name] = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
@@ -247,7 +248,7 @@ def train_side_by_side(
 
 
 def _share_of_rate(step: int, steps: int) -> float:
-    """It rises in the first tenth of the steps, and falls along a cosine to zero."""
+    """The rate of small models rises in the first tenth of steps, and falls along a cosine."""
     rising = max(round(WARM_UP * steps), 1)
     if step < rising:
         return (step + 1) / rising

@@ -51,7 +51,7 @@ def plain_adamw(model: Any) -> torch.optim.Optimizer:
 
 
 def plain_training_step(batch: Batch, micro_batches: int = 1) -> Step:
-    """Forward, backward, update, on the whole batch at once. The step returns its loss."""
+    """The step without an entry: forward, backward, update, on the whole batch at once."""
 
     def whole_batch_step(model: Any, optimizer: torch.optim.Optimizer) -> float:
         loss = model(**batch, use_cache=False).loss
@@ -76,7 +76,7 @@ class Entry:
 
 
 def accumulating_step(batch: Batch, micro_batches: int) -> Step:
-    """The same batch in micro-batches."""
+    """An entry's step: the same batch in micro-batches."""
 
     def micro_batches_step(model: Any, optimizer: torch.optim.Optimizer) -> float:
         loss = accumulate_gradients(model, batch, micro_batches=micro_batches)
@@ -88,7 +88,7 @@ def accumulating_step(batch: Batch, micro_batches: int) -> Step:
 
 
 def mixed_step(batch: Batch, micro_batches: int) -> Step:
-    """Products in 16 bits.
+    """An entry's step: products in 16 bits.
 
     Where no 16-bit type is native, bf16 is emulated, and the row shows how slow that is.
     """
@@ -109,7 +109,7 @@ def mixed_step(batch: Batch, micro_batches: int) -> Step:
 
 
 def offloading_step(batch: Batch, micro_batches: int) -> Step:
-    """Activations wait for backward elsewhere: a GPU's in host memory, a CPU's on the disk."""
+    """An entry's step: activations wait elsewhere: a GPU's on the host, a CPU's on the disk."""
     plain = plain_training_step(batch)
 
     def offloaded_step(model: Any, optimizer: torch.optim.Optimizer) -> float:
@@ -121,7 +121,7 @@ def offloading_step(batch: Batch, micro_batches: int) -> Step:
 
 
 def nested(model: Any) -> Any:
-    """Checkpoints inside checkpoints, in groups of the best size."""
+    """An entry's change: checkpoints inside checkpoints, in groups of the best size."""
     return apply_nested_checkpointing(model, group=best_group(model.config.num_hidden_layers))
 
 

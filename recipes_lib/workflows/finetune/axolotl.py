@@ -46,7 +46,7 @@ def write_axolotl(run: Settings, pairs: Sequence[dict[str, Any]], *, tokenizer: 
 
 
 def lines_of_messages(pairs: Sequence[dict[str, Any]], tokenizer: Any) -> list[str]:
-    """The conversations as JSON Lines.
+    """The conversations for Axolotl, as JSON Lines.
 
     Raises ValueError for a text, and for a conversation of which the template cuts a part.
     """

@@ -79,9 +79,10 @@ def _dtype_of_base(run: Settings) -> torch.dtype:
 def load_base(
     run: Settings, *, tokenizer: Any, added: Mapping[str, int], ends: Sequence[int]
 ) -> tuple[Any, str, str]:
-    """The base with its added tokens and end marks, its name, and its fingerprint."""
+    """The base of a run with its added tokens and end marks, its name, and its fingerprint."""
 
     def load(device: str | None) -> tuple[Any, str, str]:
+        """Load the base, and give it the rows of added tokens."""
         model = load_model(run.base_model, dtype=_dtype_of_base(run), device=device)
         name = model.name_or_path
         fingerprint = base_fingerprint(model)  # adapters, 4 bits and added tokens will hide it

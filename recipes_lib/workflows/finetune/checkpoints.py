@@ -27,7 +27,7 @@ def keeps_checkpoint(number: int, *, run: Settings) -> bool:
 
 
 def facts_of_run(run: Settings, rows: Sequence[Row], base: str) -> dict[str, Any]:
-    """What a resumed run must share: settings that change the training, the data, the base."""
+    """Facts in the checkpoint of a fine-tuning run: settings that matter, the data, the base."""
     facts = dataclasses.asdict(run)
     for name in MAY_CHANGE_ON_RESUME:
         del facts[name]
@@ -57,7 +57,7 @@ def facts_in_checkpoint(run: Settings, folder: Path) -> dict[str, Any]:
 
 
 def where_it_goes_on(run: Settings) -> str:
-    """The checkpoint, and what a longer run than its own means for the learning rate."""
+    """The checkpoint of a run, and what a longer run than its own means for the learning rate."""
     folder = Path(run.output_dir)
     checkpoint = checkpoint_of(run, folder)
     if not checkpoint.exists():  # a mistyped folder would begin anew in silence

@@ -70,7 +70,7 @@ def check_unfinished(run: Settings) -> None:
 
 
 def check_packing(model: Any, rows: Sequence[Row], *, pad_token_id: int) -> None:
-    """Raise ValueError if the model cannot keep the documents of a packed row apart."""
+    """Refuse a run whose model cannot keep the documents of a packed row apart."""
     packed = [row for row in rows if row["position_ids"].count(0) > 1]
     if not packed:
         return
@@ -82,7 +82,7 @@ def check_packing(model: Any, rows: Sequence[Row], *, pad_token_id: int) -> None
 
 
 def check_positions(run: Settings, *, longest: int) -> None:
-    """Raise ValueError if a row of `longest` tokens is more than the base model was made for.
+    """Refuse a run with a row of `longest` tokens, more than the base model was made for.
 
     It would read positions that it has never seen, without an error. A packed row may be longer:
     each of its documents begins at position 0.

@@ -132,7 +132,7 @@ def finetune(
 
 
 def _packed_rows(data: Data, epochs: int | None) -> tuple[list[Row], Settings]:
-    """The rows to train on, packed where the run says so, and the run with the steps of `epochs`.
+    """For the command: rows to train on, packed if so, and the run with the steps of `epochs`.
 
     Prints how many there are.
     """

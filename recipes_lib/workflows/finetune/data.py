@@ -132,7 +132,7 @@ def load_data(
 
 
 def _without_an_end(tokenizer: Any, pair: _TokenizedPair) -> str:
-    """What is to be done where no answer ends with a token."""
+    """What a fine-tuning run says where no answer ends with a token."""
     answer = pair.pair.get("completion", pair.pair.get("text", ""))
     if "messages" in pair.pair:
         answer = pair.pair["messages"][-1]["content"] or ""
@@ -204,7 +204,7 @@ def _pairs_of_files(
 
 
 def _parts_of_text(tokenizer: Any, text: _TokenizedPair) -> list[_TokenizedPair]:
-    """Each row of a text by itself, so that some of a single book can be held out."""
+    """Each row of a run's text by itself, so that some of a single book can be held out."""
     parts = []
     for number, row in enumerate(text.rows):
         words = tokenizer.decode(row["input_ids"], skip_special_tokens=True)
@@ -213,13 +213,14 @@ def _parts_of_text(tokenizer: Any, text: _TokenizedPair) -> list[_TokenizedPair]
 
 
 def _learnt_text(tokenizer: Any, pair: _TokenizedPair) -> str:
-    """What carries loss in the rows of a pair, as text."""
+    """What carries loss in a run's pair, as text."""
     targets = [label for row in pair.rows for label in row["labels"] if label != IGNORED]
     text = repr(tokenizer.decode(targets))
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _with_an_answer(pairs: Iterable[PlacedPair]) -> list[PlacedPair]:
+    """The pairs of a run from which something is learnt. Prints how many are left out."""
     pairs = list(pairs)
     empty = [each.place for each in pairs if each.is_empty]
     if empty:
@@ -254,6 +255,7 @@ def _pairs_of_standard_library(
 def _tokenize_pairs(
     tokenizer: Any, pairs: Sequence[PlacedPair], length: int | None
 ) -> list[_TokenizedPair]:
+    """The pairs of a run with their rows; an error says where the pair stands."""
     found = []
     for each in pairs:
         try:
@@ -265,7 +267,7 @@ def _tokenize_pairs(
 
 
 def _length_of_the_longest(pairs: Sequence[_TokenizedPair]) -> int:
-    """Tokens of the longest row; prints which it is, for one odd row can be far from the others."""
+    """Tokens of a run's longest row; prints which it is: it can be far from the others."""
     by_length = sorted(pairs, key=lambda each: each.length)
     longest = by_length[-1]
     print(
@@ -276,7 +278,7 @@ def _length_of_the_longest(pairs: Sequence[_TokenizedPair]) -> int:
 
 
 def _long_ones(pairs: Sequence[_TokenizedPair], seq_len: int) -> str:
-    """Rows of more than `seq_len` tokens in words, held out or not: those take memory, too."""
+    """A run's rows of more than `seq_len` tokens in words, held out or not: they take memory."""
     long = [each for each in pairs if each.length > seq_len]
     if not long:
         return ""

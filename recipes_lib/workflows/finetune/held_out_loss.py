@@ -17,7 +17,7 @@ ROWS_AT_ONCE = 8  # in one forward pass, where they are short
 def held_out_loss(
     model: Any, rows: Sequence[Row], when: str, *, run: Settings, pad_token_id: int
 ) -> RowLosses:
-    """The loss of each row. Prints their mean, and before that, that they are measured.
+    """The loss of each held-out row. Prints their mean, and first that they are measured.
 
     A batch holds at most as many tokens as a micro-batch of the training, so that it fits where
     the training fits. Before and after it is the same batch: the comparison is paired.
@@ -35,7 +35,7 @@ def held_out_loss(
 
 
 def difference_of(before: RowLosses, after: RowLosses, *, run: Settings) -> str:
-    """The second loss less the first, with its interval, and what has to be known of it."""
+    """The second held-out loss less the first, with its interval, and what is to be known."""
     count = len(before.losses)
     if count < LEAST_ROWS:
         found = f"{after.mean - before.mean:+.3f} nats per token, no verdict from {count} rows"

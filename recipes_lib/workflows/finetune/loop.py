@@ -69,7 +69,7 @@ def training_steps(
     resume: bool = False,
     base: str = "",
 ) -> Iterator[Step]:
-    """Train step by step, as `run` says.
+    """Fine-tune step by step, as `run` says.
 
     Clipping and the schedule count optimizer steps, whatever the number of micro-batches. Rows
     that are packed (they have `position_ids`) are trained as such.
@@ -136,7 +136,7 @@ def _optimizer_step(
     *,
     run: Settings,
 ) -> tuple[torch.Tensor, Any, float, bool]:
-    """Forward and backward of all micro-batches, then one update.
+    """A step of the loop: forward and backward of all micro-batches, then one update.
 
     Returns the loss, the norm of the gradients before clipping, the learning rate, and whether
     anything changed.
@@ -164,7 +164,7 @@ def _optimizer_step(
 def _gradients_of_all_ranks(
     model: Any, micros: Sequence[Batch], *, run: Settings, **options: Any
 ) -> torch.Tensor:
-    """The same where each rank has some of the rows: every target of all rows weighs the same."""
+    """A step of the loop where each rank has some rows: every target of all weighs the same."""
     own = sum(int(count_targets(micro["labels"])) for micro in micros)
     (of_all,) = sums_over_ranks(own)
     weight = own * world_size() / of_all  # the average over ranks, and not over their targets
@@ -182,7 +182,7 @@ def _gradients_of_all_ranks(
 def micro_batches(
     rows: Sequence[Row], *, run: Settings, pad_token_id: int, device: str
 ) -> list[Batch]:
-    """The rows of one optimizer step, `run.micro_batch_size` at a time."""
+    """The rows of one step of the loop, `run.micro_batch_size` at a time."""
     make_batch = collate_packed if "position_ids" in rows[0] else collate
     batches = []
     for start in range(0, len(rows), run.micro_batch_size):
@@ -195,7 +195,7 @@ def micro_batches(
 
 
 def adapt(model: Any, *, run: Settings) -> Any:
-    """Full fine-tuning, LoRA or QLoRA, with or without checkpointing, as `run` says."""
+    """What the loop trains: full, LoRA or QLoRA, with or without checkpointing, as `run` says."""
     if run.method != "full":
         apply = apply_qlora if run.method == "qlora" else apply_lora
         model = apply(model, rank=run.rank, alpha=run.alpha, dropout=run.dropout)
@@ -205,7 +205,7 @@ def adapt(model: Any, *, run: Settings) -> Any:
 
 
 def optimizer_of(model: Any, *, run: Settings) -> tuple[torch.optim.Optimizer, Any, MixedPrecision]:
-    """Optimizer, its schedule (linear warm-up, cosine to zero) and the precision, as `run` says."""
+    """The loop's optimizer, schedule (warm-up, cosine to zero) and precision, as `run` says."""
     from transformers import get_cosine_schedule_with_warmup
 
     if "8bit" in run.optimizer:

@@ -57,7 +57,7 @@ def model_card(
     before: RowLosses,
     after: RowLosses,
 ) -> str:
-    """The text of README.md, as the hub shows it.
+    """The text of README.md, the model card, as the hub shows it.
 
     Args:
         base: the hub id of the base model, or its folder.
@@ -101,7 +101,7 @@ def model_card(
 
 
 def _command_of(run: Settings) -> str:
-    """The command line of this process, if it is the command."""
+    """On the card: the command line of this process, if it is the command."""
     if Path(sys.argv[0]).parent.name != "recipes_lib":
         return "# A program called finetune(settings)."
     program = "python -m recipes_lib"
@@ -111,7 +111,7 @@ def _command_of(run: Settings) -> str:
 
 
 def without_place(word: Any) -> str:
-    """A path of this machine by its last name, also behind an option: "--data=pairs.jsonl"."""
+    """On the card: a path by its last name, also behind an option: "--data=pairs.jsonl"."""
     option, equals, value = str(word).rpartition("=")
     if Path(value).expanduser().is_absolute():
         value = Path(value).name
@@ -136,7 +136,7 @@ ids = tokenizer.apply_chat_template(
 def lines_that_generate(
     run: Settings, *, base: str, folder: str, tokenizer: Any, pair: Mapping[str, Any]
 ) -> str:
-    """Code that asks the trained model as it was trained: with its template, or by a text.
+    """On the card: code that asks the trained model with its template, or by a text.
 
     Args:
         pair: one of those to train on; the system turn with which it begins is asked with, too.

@@ -72,6 +72,7 @@ class Settings:
     report_to: str = "none"
 
     def __post_init__(self) -> None:
+        """Raise ValueError for settings that cannot be."""
         # A checkpoint gives back lists, and a resumed run is compared with its first part.
         object.__setattr__(self, "add_tokens", list(self.add_tokens))
         for name, allowed in CHOICES.items():

@@ -34,7 +34,7 @@ from recipes_lib.parallel.quantized_shards.cut_vocabulary import CutRows
 
 
 def on_first_rank(load: Callable[..., tuple[Any, ...]], *given: Any) -> tuple[Any, ...]:
-    """What `load(*given)` returns on rank 0. The others get all but the first, the model: None."""
+    """For shards: what `load(*given)` returns on rank 0. The others get all but the model: None."""
     found = (None,)
     with same_error_on_all_ranks():
         if rank() == 0:
@@ -119,7 +119,7 @@ def _modules_of_first_rank(whole: Any | None) -> Any:
 
 
 def _send_weights(whole: Any | None, model: Any) -> None:
-    """Each tensor goes to all ranks, of which each keeps its part."""
+    """Each tensor of the model goes to all ranks, of which each keeps its shard."""
     tensors = {}
     if whole is not None:
         tensors = whole.state_dict()
@@ -133,7 +133,7 @@ def _send_weights(whole: Any | None, model: Any) -> None:
 
 
 def _send_buffers(whole: Any | None, model: Any) -> None:
-    """Buffers are whole on every rank. Some are in no state_dict, as the frequencies of RoPE."""
+    """Buffers are whole beside the shards of every rank. Some are in no state_dict, as RoPE's."""
     buffers = {}
     if whole is not None:
         buffers = dict(whole.named_buffers(remove_duplicate=False))
@@ -143,7 +143,7 @@ def _send_buffers(whole: Any | None, model: Any) -> None:
 
 
 def _sent(tensor: torch.Tensor | None, empty: torch.Tensor) -> torch.Tensor:
-    """Rank 0's `tensor` on every rank; the others know its shape from `empty`."""
+    """Rank 0's `tensor` on every rank, before it is sharded: others know its shape from `empty`."""
     found = torch.empty_like(empty, device=group_device())
     if tensor is not None:
         found.copy_(tensor)

@@ -50,7 +50,7 @@ def in_background(function: Callable[..., Any], *, path: str | Path, **arguments
 
 @functools.cache
 def _process() -> ProcessPoolExecutor:
-    """One process, which starts with the first job and ends with this one."""
+    """One process for exports in the background: from the first to the end of this one."""
     # Not a fork: this process has threads, of PyTorch and of the notebook.
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_begin_process)
@@ -62,7 +62,7 @@ def _begin_process() -> None:
 
 
 def _work_in_process(function: Callable[..., Any], path: Path, copied: bytes) -> Any:
-    """In the other process: all that it prints, the C++ of libraries included, goes to the log."""
+    """In the background: all that the process prints, libraries in C++ too, goes to the log."""
     with path.with_name(f"{path.name}.log").open("w") as log:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log.fileno(), stream.fileno())

@@ -69,7 +69,7 @@ def _logits_of_images(answer: Any) -> Tensor:
 
 
 def _placed_for(model: Any, batch: Tensor) -> Tensor:
-    """The batch on the device and in the dtype of a module's parameters; else as it is."""
+    """Images on the device and in the dtype of a classifier's parameters; else as they are."""
     parameter = None
     if isinstance(model, nn.Module):
         parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -79,7 +79,7 @@ def _placed_for(model: Any, batch: Tensor) -> Tensor:
 
 
 def _in_eval_mode(model: Any) -> contextlib.AbstractContextManager:
-    """Modules of `model` in eval mode, and after that each in the mode it was in."""
+    """Modules of a classifier in eval mode, and after that each in the mode it was in."""
     if isinstance(model, nn.Module):
         return evaluating(model)
     return contextlib.nullcontext()  # a function of a batch has no mode
@@ -150,7 +150,7 @@ def train_classifier(
 
 
 def _share_of_learning_rate(step: int, *, steps: int) -> float:
-    """The part of the largest learning rate at `step` from 0 of `steps`."""
+    """A classifier's learning rate at `step` of `steps`, as a part of the largest."""
     rising = (step + 1) / (steps * PART_THAT_RISES)
     falling = (steps - step) / (steps * (1 - PART_THAT_RISES))
     return min(1.0, rising, falling)

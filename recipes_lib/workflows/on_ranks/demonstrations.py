@@ -54,7 +54,7 @@ TOKENS = 32
 
 
 def who_is_there() -> list[tuple[int, int, float]]:
-    """For each rank: its number, the number of its process, and the sum that all ranks got."""
+    """Shown of each rank: its number, that of its process, and the sum that all ranks got."""
     number = torch.tensor(float(rank() + 1), device=group_device())
     distributed.all_reduce(number)  # 1 + 2 + … on every rank
     mine = (rank(), os.getpid(), number.item())
@@ -76,7 +76,7 @@ def ring_by_hand() -> float:
 
 
 def data_parallel_by_hand() -> float:
-    """Gradients that are averaged after backward against those of DDP's buckets."""
+    """Shown on ranks: gradients averaged after backward, against those of DDP's buckets."""
     plain = _small_llama(SMALL, TOKENS)
     wrapped = apply_data_parallel(copy.deepcopy(plain))
     batch = _rows_of_this_rank(2 * world_size(), TOKENS)
@@ -87,7 +87,7 @@ def data_parallel_by_hand() -> float:
 
 
 def zero_by_hand() -> float:
-    """A step in which each rank updates the parameters that it owns, against ZeRO-1."""
+    """Shown on ranks: each updates the parameters that it owns, against ZeRO-1."""
     plain = _small_llama(SMALL, TOKENS)
     trained, theirs = apply_zero(copy.deepcopy(plain), torch.optim.SGD, stage=1, lr=0.1)
     batch = _rows_of_this_rank(2 * world_size(), TOKENS)
@@ -102,7 +102,7 @@ def zero_by_hand() -> float:
 
 
 def sharded_layer_by_hand() -> float:
-    """A layer whose weight is gathered when it is used, against the whole layer."""
+    """Shown on ranks: a layer whose weight is gathered when used, against the whole layer."""
     device = group_device()
     whole = torch.randn(12, 16, device=device)  # all ranks have the same seed
     x = torch.randn(world_size(), 6, 16, device=device)
@@ -128,14 +128,14 @@ def _rows_of_this_rank(rows: int, tokens: int) -> Batch:
 
 
 def _backward_of_all(model: Any, batch: Batch) -> None:
-    """The gradients of the mean over the tokens of all ranks."""
+    """For a demonstration: gradients of the mean over the tokens of all ranks."""
     tokens = tokens_of_all_ranks([batch])
     with averaging(model, now=True):
         (sum_of_losses(model, batch) * world_size() / tokens).backward()
 
 
 def _largest_difference(model: Any, other: Any, *, of: str) -> float:
-    """The largest difference of parameters (of="data") or gradients (of="grad")."""
+    """For a demonstration: the largest difference of parameters ("data") or gradients ("grad")."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     differences = [(getattr(a, of) - getattr(b, of)).abs().max() for a, b in pairs]
     return max(differences).item()
@@ -147,7 +147,7 @@ def _largest_difference(model: Any, other: Any, *, of: str) -> float:
 def lanes_of_a_step(
     *, sizes: dict[str, int], rows: int, tokens: int, bucket_megabytes: float
 ) -> Lanes:
-    """Of five steps under DDP, recorded on rank 0 after two that warm up, the one of median length.
+    """Shown on rank 0: of five steps under DDP after two to warm up, that of median length.
 
     A single step says little of the time: any of them may have been interrupted.
     """
@@ -177,7 +177,7 @@ def _length_of_step(lanes: Lanes) -> float:
 def grid_of_a_pipeline(
     *, schedule: str, sizes: dict[str, int], rows: int, tokens: int, micro_batches: int
 ) -> list[Action]:
-    """What every rank of a pipeline did when, in one step after one that warms up."""
+    """Shown on ranks: what each rank of a pipeline did when, in one step after a warm-up."""
     model = _small_llama(sizes, tokens)
     stages = apply_pipeline_parallel(model, schedule=schedule, micro_batches=micro_batches)
     (batch,) = byte_batches(steps=1, rows=rows, tokens=tokens)
@@ -188,7 +188,7 @@ def grid_of_a_pipeline(
 
 
 def dtypes_in_sixteen_bits(*, sizes: dict[str, int], rows: int, tokens: int) -> dict[str, str]:
-    """Under FSDP2 with bf16 parameters: the dtype of everything that a step is made of."""
+    """Shown on ranks under FSDP2 with bf16 parameters: the dtype of all that a step is made of."""
     model = _small_llama(sizes, tokens)
     apply_fully_sharded(model, parameter_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     optimizer = adamw(model.parameters(), Options())
@@ -200,7 +200,7 @@ def dtypes_in_sixteen_bits(*, sizes: dict[str, int], rows: int, tokens: int) -> 
 def strategies_in_bytes(
     *, sizes: dict[str, int], rows: int, tokens: int
 ) -> dict[str, StrategyBytes]:
-    """What a rank keeps and sends under each of FSDP's sharding strategies."""
+    """Shown on ranks: what one keeps and sends under each of FSDP's sharding strategies."""
     own = _rows_of_this_rank(rows, tokens)
     found = {}
     for strategy in SHARDING:
@@ -212,7 +212,7 @@ def strategies_in_bytes(
 def losses_across_a_checkpoint(
     *, folder: str, sizes: dict[str, int], rows: int, tokens: int, steps: int, first: int
 ) -> list[float]:
-    """Train from step `first` on for `steps` steps, and save at the end.
+    """Shown on ranks: train from step `first` on for `steps` steps, and save at the end.
 
     From step 0 on it begins anew; from any other it continues what `folder` holds, whoever saved
     it.
@@ -233,7 +233,7 @@ def losses_across_a_checkpoint(
 
 
 def stalls_of_a_save(*, folder: str, sizes: dict[str, int], tokens: int) -> dict[str, float]:
-    """Seconds for which a save stops the training: in the foreground, and in the background."""
+    """Shown on ranks: seconds that a save stops training, in the foreground and background."""
     model = _small_llama(sizes, tokens)
     apply_fully_sharded(model)
     optimizer = adamw(model.parameters(), Options())

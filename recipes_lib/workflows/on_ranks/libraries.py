@@ -32,7 +32,7 @@ from recipes_lib.workflows.on_ranks.train import VOCABULARY, byte_batches, small
 def train_with_deepspeed(
     *, stage: int, sizes: dict[str, int], steps: int, rows: int, tokens: int
 ) -> dict[str, Any]:
-    """Losses, and the bytes that rank 0 keeps between two steps, by kind."""
+    """The same training by DeepSpeed's library: losses, and bytes that rank 0 keeps, by kind."""
     options = Options()
     engine = apply_deepspeed(
         small_llama(sizes=sizes, tokens=tokens).to(group_device()),
@@ -52,7 +52,7 @@ def train_with_deepspeed(
 def train_quantized(
     *, shards: bool, sizes: dict[str, int], steps: int, rows: int, tokens: int
 ) -> dict[str, Any]:
-    """QLoRA on bytes: losses, and the bytes of the frozen base and of all parameters on rank 0."""
+    """The same training by QLoRA on bytes: losses, bytes of the base and of all on rank 0."""
     torch.manual_seed(0)  # adapters are drawn, and all ranks need the same
     plain = small_llama(sizes=sizes, tokens=tokens).to(group_device())
     # Products in fp32: those of 16 bits would differ by their rounding.
@@ -74,7 +74,7 @@ def train_quantized(
 def train_experts(
     *, shared: bool, experts: int, steps: int, rows: int, tokens: int
 ) -> dict[str, Any]:
-    """A small mixture of experts: losses, and the bytes of all parameters on rank 0."""
+    """The same training with a small mixture of experts: losses, and bytes on rank 0."""
     model = small_mixture(experts=experts, vocabulary=VOCABULARY).to(group_device())
     step = rank_step
     if shared:

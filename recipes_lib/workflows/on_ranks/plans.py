@@ -86,7 +86,7 @@ def plan_of(
 
 
 def _sharded_and_cut(model: Any, *, rows: int, tokens: int, shards: int) -> RankPlan:
-    """First cut by pairs, then sharded over the pairs: what FSDP sends is half a model's."""
+    """The plan of FSDP x TP: cut by pairs, then sharded over them; FSDP sends half a model's."""
     cut = tensor_parallel.predicted_rank_bytes(model, ranks=PAIR)
     of_cut = tensor_parallel.predicted_sent_bytes(
         model, rows=rows // shards, tokens=tokens, ranks=PAIR
@@ -96,7 +96,7 @@ def _sharded_and_cut(model: Any, *, rows: int, tokens: int, shards: int) -> Rank
 
 
 def _in_stages(model: Any, *, rows: int, tokens: int, ranks: int, micro_batches: int) -> RankPlan:
-    """The plan of the rank that keeps most."""
+    """The plan of the pipeline's rank that keeps most."""
     pipeline_parallel.checked_stages(model, "1f1b", ranks, micro_batches, None)
     plans = []
     for rank in range(ranks):

@@ -80,7 +80,7 @@ def own_rows(batch: Batch, *, mesh: Any = None) -> Batch:
 
 
 def alone(model: Any, options: Options) -> Training:
-    """One process: what the others are compared with."""
+    """The strategy of one process: what the others are compared with."""
     optimizer = adamw(model.parameters(), options)
 
     def step_alone(batch: Batch) -> float:
@@ -90,7 +90,7 @@ def alone(model: Any, options: Options) -> Training:
 
 
 def data_parallel(model: Any, options: Options) -> Training:
-    """DDP: everything whole, other rows."""
+    """The strategy DDP: everything whole, other rows."""
     wrapped = apply_data_parallel(model)
     optimizer = adamw(wrapped.parameters(), options)
 
@@ -101,7 +101,7 @@ def data_parallel(model: Any, options: Options) -> Training:
 
 
 def zero(model: Any, options: Options, *, stage: int) -> Training:
-    """ZeRO: states, then gradients, then weights are split."""
+    """The strategies of ZeRO: states, then gradients, then weights are split."""
     trained, optimizer = apply_zero(
         model, torch.optim.AdamW, stage=stage, lr=options.learning_rate, eps=EPSILON
     )
@@ -113,7 +113,7 @@ def zero(model: Any, options: Options, *, stage: int) -> Training:
 
 
 def fully_sharded(model: Any, options: Options, *, mesh: Any = None) -> Training:
-    """FSDP2, block by block; with a mesh of two dimensions, copies of shards (HSDP)."""
+    """The strategy FSDP2, block by block; with a mesh of two dimensions, copies of shards."""
     apply_fully_sharded(model, mesh=mesh)
     optimizer = adamw(model.parameters(), options)
 
@@ -124,12 +124,12 @@ def fully_sharded(model: Any, options: Options, *, mesh: Any = None) -> Training
 
 
 def hybrid(model: Any, options: Options) -> Training:
-    """HSDP: shards within a pair of ranks, copies across pairs."""
+    """The strategy HSDP: shards within a pair of ranks, copies across pairs."""
     return fully_sharded(model, options, mesh=mesh_of(replicate=world_size() // 2, shard=2))
 
 
 def tensor_parallel(model: Any, options: Options) -> Training:
-    """Every product cut over the ranks, all rows on each."""
+    """The strategy TP: every product cut over the ranks, all rows on each."""
     apply_tensor_parallel(model)
     optimizer = adamw(model.parameters(), options)
 
@@ -143,13 +143,14 @@ def tensor_parallel(model: Any, options: Options) -> Training:
 
 
 def sharded_and_cut(model: Any, options: Options) -> Training:
-    """FSDP x TP: first cut over pairs of ranks, then shard over the pairs."""
+    """The strategy FSDP x TP: first cut over pairs of ranks, then shard over the pairs."""
     mesh = mesh_of(data=world_size() // 2, tensor=2)
     apply_tensor_parallel(model, mesh=mesh["tensor"])
     apply_fully_sharded(model, mesh=mesh["data"])
     optimizer = adamw(model.parameters(), options)
 
     def fsdp_and_tensor_step(batch: Batch) -> float:
+        """A step of FSDP x TP: every token weighs the same."""
         rows = own_rows(batch, mesh=mesh["data"])
         tokens = counted_tokens(rows["labels"], mesh=mesh["data"])
         # The sum over the own rows, divided by the tokens of all rows.
@@ -164,7 +165,7 @@ def sharded_and_cut(model: Any, options: Options) -> Training:
 
 
 def context_parallel(model: Any, options: Options, *, kind: str) -> Training:
-    """A part of the tokens of every row on each rank."""
+    """The strategy CP: a part of the tokens of every row on each rank."""
     apply_context_parallel(model, kind=kind)
     optimizer = adamw(model.parameters(), options)
 
@@ -180,7 +181,7 @@ def context_parallel(model: Any, options: Options, *, kind: str) -> Training:
 
 
 def pipeline(model: Any, options: Options) -> Training:
-    """Some blocks on each rank, micro-batches through all of them."""
+    """The strategy PP: some blocks on each rank, micro-batches through all of them."""
     stages = apply_pipeline_parallel(model, micro_batches=options.micro_batches)
     optimizer = adamw(stages.parameters(), options)
 

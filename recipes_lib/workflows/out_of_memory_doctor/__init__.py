@@ -168,7 +168,7 @@ def diagnose(
 
 
 def _findings_in(message: Message) -> list[str]:
-    """The message in words."""
+    """What the doctor finds in the message, in words."""
     words = [f"{name} {readable(size)}" for name, size in message.sizes.items()]
     findings = [f"The error says: {', '.join([message.allocator, message.where, *words])}."]
     if message.place == "host":
@@ -207,7 +207,7 @@ IN_ONE_PIECE = {
 
 
 def _remedies_without_recipe(message: Message) -> list[Remedy]:
-    """What no recipe cures: another memory than the GPU's, another process, memory in pieces."""
+    """What no recipe of the doctor cures: another memory, another process, memory in pieces."""
     remedies = []
     asked = message.asked or 0
     tool = TOOLS.get(message.place, "")
@@ -229,7 +229,7 @@ def _remedies_without_recipe(message: Message) -> list[Remedy]:
 
 
 def _recipes_of(place: str) -> list[Remedy]:
-    """The recipes that help where this memory is full: no offload to a host that is full itself."""
+    """The doctor's recipes where this memory is full: no offload to a host that is full itself."""
     if place in GPUS:
         return list(RECIPES.values())
     if place not in ("host", "MPS"):  # a Mac has one memory for both, and no 8-bit optimizer
@@ -243,7 +243,7 @@ def _recipes_of(place: str) -> list[Remedy]:
 def _card_and_memory(
     model: Any, memory_bytes: int | None, card: str | None, message: Message | None
 ) -> tuple[Card | None, float]:
-    """The GPU that is asked about, or None for a CPU; and the bytes that tensors may take there."""
+    """The doctor's GPU, or None for a CPU; and the bytes that tensors may take there."""
     here = machine()
     said = message.limit if message else None
     memory = said or here.memory_bytes
@@ -268,7 +268,7 @@ def _limit_of(card: Card) -> float:
 
 
 def _what_it_stands_on(question: Question) -> list[str]:
-    """What the answer stands on, and how far it can be trusted."""
+    """What the doctor's answer stands on, and how far it can be trusted."""
     model, card = question.model, question.card
     on = f"{card.name} (capability {card.capability[0]}.{card.capability[1]})" if card else "a CPU"
     if question.gpus > 1:
@@ -301,7 +301,7 @@ def _what_it_stands_on(question: Question) -> list[str]:
 
 
 def _findings_about(tried: Remedies, *, failed: bool, said: int | None) -> list[str]:
-    """The first remedy that is enough, and what speaks against others."""
+    """What the doctor advises: the first remedy that is enough, and what speaks against others."""
     question, rows = tried.question, tried.rows
     findings = []
     if failed and rows[0].fits:
@@ -343,7 +343,7 @@ def _findings_about(tried: Remedies, *, failed: bool, said: int | None) -> list[
 
 
 def _where_nothing_fits(tried: Remedies) -> str:
-    """What to do then. Shorter rows are no advice where the weights alone are too much."""
+    """The doctor's advice where nothing fits. Shorter rows are none if weights are too much."""
     question = tried.question
     needed = math.ceil(tried.smallest.peak / FILLED / GIB) + 1  # for CUDA's own context
     larger = f"take a device of {needed} GiB or more, or several (--gpus)"
@@ -377,7 +377,7 @@ NEXT = """Which of them is enough, and with how many bytes, says:
 
 
 def _next_question(message: Message) -> list[str]:
-    """The command that goes on where only an error was given."""
+    """The doctor's next command, where only an error was given."""
     lines = NEXT.splitlines()
     if message.place in GPUS and message.limit:
         lines[-1] += f" --memory {message.limit / GIB:.1f}"
@@ -385,7 +385,7 @@ def _next_question(message: Message) -> list[str]:
 
 
 def _lines_that_apply(question: Question, first: Remedy) -> list[str]:
-    """The imports of the remedy, and what has it ready."""
+    """The doctor's lines: the imports of the remedy, and what has it ready."""
     lines = [RECIPES[name].where for name in first.stack]
     start = "python" if question.gpus == 1 else f"torchrun --nproc-per-node {question.gpus}"
     priced = tuple(name for name in first.stack if name in ("FSDP", *ADAPTERS))

@@ -69,7 +69,7 @@ OWN_CONTEXT = 2 * 2**30
 
 @dataclass(frozen=True)
 class Message:
-    """What an error says, in bytes as far as it does."""
+    """What an error's message says, in bytes as far as it does."""
 
     allocator: str  # the source of SOURCES
     place: str
@@ -94,7 +94,7 @@ class Message:
 
 
 def read_message(error: str) -> Message:
-    """What the text says.
+    """What the text of the error says.
 
     Raises ValueError for a text of no source: it quotes it, with the questions that would decide.
     """
@@ -126,7 +126,7 @@ def _expression_of_line(form: str) -> str:
 
 
 def _message_of_line(allocator: str, place: str, found: dict[str, str | None]) -> Message:
-    """The sizes that a text has named, and those that follow from them."""
+    """The sizes that an error's text has named, and those that follow from them."""
     said = {}
     for name, words in found.items():
         if words is not None and name not in ("place", "device"):
@@ -143,7 +143,7 @@ def _message_of_line(allocator: str, place: str, found: dict[str, str | None]) -
 
 
 def _bytes(words: str) -> int:
-    """A size such as "2.93 GiB", in bytes."""
+    """A size in an error's message such as "2.93 GiB", in bytes."""
     number, unit = re.fullmatch(r"([\d.,]+)\s*(.*)", words).groups()
     # The size may stand before a comma or at the end of a sentence.
     number = number.rstrip(".,").replace(",", "")

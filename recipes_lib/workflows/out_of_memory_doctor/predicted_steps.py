@@ -43,7 +43,7 @@ FEW_BLOCKS = (2, 3)  # blocks, whose steps say what a step of all blocks needs
 
 
 def dry_peak(question: Question, stack: Stack) -> int:
-    """Bytes at the peak of the step on one GPU; what a recipe refuses, it refuses."""
+    """The predicted peak of the step on one GPU; what a recipe refuses, it refuses."""
     build_of = functools.partial(build_with, question, stack)
     options = {"card": question.card, "ranks": question.gpus if "FSDP" in stack else 1}
     depth = len(decoder_blocks(question.model))
@@ -55,14 +55,14 @@ def dry_peak(question: Question, stack: Stack) -> int:
 
 
 def _all_alike(model: Any) -> bool:
-    """Whether few of its blocks say what all of them say."""
+    """For a predicted step: whether few blocks of the model say what all of them say."""
     lists = _per_block(model.config.get_text_config()).values()
     one_kind = all(values == values[:1] * len(values) for values in lists)
     return one_kind and len({repr(block) for block in decoder_blocks(model)}) == 1
 
 
 def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
-    """The step of a model of so many blocks with these recipes, for `predict`."""
+    """The predicted step of a model of so many blocks with these recipes, for `predict`."""
     micro_batches, rows = 1, question.own_rows
     if "micro-batches of 1" in stack:
         micro_batches, rows = 2, 2  # a third one takes the bytes of the second
@@ -70,6 +70,7 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
     batch = {"input_ids": ids, "labels": ids}
 
     def build_stack() -> tuple[Any, Any, Any]:
+        """For a predicted step: the model with the stack of recipes."""
         model = _with_fewer_blocks(question.model, stack, layers)
         if "tiled MLP" in stack:
             apply_tiled_mlp(model, norms=True, check=False)
@@ -83,6 +84,7 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
         return model, _optimizer_of_stack(model, stack, micro_batches), step_with_stack
 
     def step_with_stack(model: Any, optimizer: Any) -> None:
+        """The step that is predicted, with the stack of recipes."""
         around = contextlib.nullcontext()
         if "activation offload" in stack:
             around = offload_activations(model, in_flight=0)
@@ -99,7 +101,7 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
 
 
 def _with_fewer_blocks(model: Any, stack: Stack, layers: int) -> Any:
-    """`model` with fewer blocks, made from its configuration, and the adapters of the stack."""
+    """For a predicted step: `model` with fewer blocks, by its configuration, and adapters."""
     config = copy.deepcopy(model.config)  # for the dtype is written into it
     text = config.get_text_config()
     for name, values in _per_block(text).items():
@@ -117,7 +119,7 @@ def _with_fewer_blocks(model: Any, stack: Stack, layers: int) -> Any:
 
 
 def _optimizer_of_stack(model: Any, stack: Stack, micro_batches: int) -> Any:
-    """The optimizer of the stack, or AdamW."""
+    """For a predicted step: the optimizer of the stack, or AdamW."""
     if "16-bit AdamW" in stack:
         return sixteen_bit_adamw(model, lr=LR)
     if "8-bit AdamW" in stack:
@@ -131,7 +133,7 @@ def _optimizer_of_stack(model: Any, stack: Stack, micro_batches: int) -> Any:
 
 
 def _per_block(config: Any) -> dict[str, list[Any]]:
-    """The lists in a configuration that have an entry for each block."""
+    """For a predicted step: the lists in a configuration that have an entry for each block."""
     depth = config.num_hidden_layers
     lists = {name: value for name, value in vars(config).items() if isinstance(value, list)}
     return {name: value for name, value in lists.items() if len(value) == depth}

@@ -65,7 +65,7 @@ class Remedy:
 
 
 def in_order_of_advice(remedies: list[Remedy]) -> list[Remedy]:
-    """Those for which device and host are large enough, and then those with the device alone."""
+    """Remedies for which device and host are large enough, and then those with the device alone."""
     fitting = [remedy for remedy in remedies if remedy.fits]
     here = [remedy for remedy in fitting if not remedy.host_needed]
     return here + [remedy for remedy in fitting if remedy.host_needed]
@@ -137,7 +137,7 @@ class Question:
 
 
 def has_experts(model: Any) -> bool:
-    """Whether the blocks have experts, which adapters of linear layers do not reach."""
+    """Whether blocks have experts, which remedies by adapters of linear layers do not reach."""
     names = {type(module).__name__ for module in decoder_blocks(model).modules()}
     return any("Experts" in name or "Moe" in name for name in names)
 
@@ -146,7 +146,7 @@ def has_experts(model: Any) -> bool:
 
 
 def prices_of(question: Question) -> list[Stack]:
-    """What may be paid, from cheap to dear: nothing, one recipe, or adapters on shards."""
+    """What remedies may cost, from cheap to dear: nothing, one recipe, or adapters on shards."""
     names = [name for name in PAID if name in question.recipes]
     if question.model.dtype.itemsize < 4 and "16-bit AdamW" in names:
         names.remove("16-bit AdamW")  # of 16-bit weights the states have 16 bits anyway
@@ -197,7 +197,7 @@ class Remedies:
         self.advised = in_order_of_advice(self.rows)
 
     def _rows_of_list(self) -> list[Remedy]:
-        """As it is, and for each price the cheapest stack that fits; none where there is no need.
+        """The remedies as one list: for each price the cheapest stack that fits.
 
         A stack that does not fit is shown if it comes clearly closer than those before.
         """
@@ -215,7 +215,7 @@ class Remedies:
         return rows
 
     def _remedy_of_stack(self, stack: Stack) -> Remedy:
-        """A row of the list: the peak of the step with this stack, and whether it fits."""
+        """A remedy for the list: the peak of the step with this stack, and whether it fits."""
         question = self.question
         peak = self.peak(stack, question.length)
         costs = dict.fromkeys(RECIPES[name].costs for name in stack)
@@ -230,7 +230,7 @@ class Remedies:
         )
 
     def peak(self, stack: Stack, length: int) -> int:
-        """Bytes at the peak of the step on one GPU, by arithmetic."""
+        """Bytes at the peak of the step with a remedy on one GPU, by arithmetic."""
         in_parts = "micro-batches of 1" in stack
         adapters = bool(set(ADAPTERS).intersection(stack))
         step = self._plain(1 if in_parts else self.question.own_rows, length, adapters)
@@ -246,7 +246,7 @@ class Remedies:
         return step.peak
 
     def _plain_step(self, rows: int, length: int, adapters: bool) -> equation.StepBytes:
-        """The step without recipes; under adapters the base is as it would be loaded for them."""
+        """The step without remedies; under adapters the base is as it would be loaded for them."""
         model = self._in_16_bits if adapters else self.question.model
         return equation.plain_step(model, rows=rows, length=length)
 
@@ -261,18 +261,18 @@ class Remedies:
 
     @property
     def smallest(self) -> Remedy:
-        """The row with the smallest peak."""
+        """The remedy with the smallest peak."""
         return min(self.rows, key=_peak_of)
 
     def longest_rows(self) -> int | None:
-        """Tokens of a row with which the smallest stack fits, or None if no row is short enough."""
+        """The remedy of shorter rows: tokens with which the smallest stack fits, or None."""
         peak = functools.partial(self.peak, self.smallest.stack)
         lengths = range(8, self.question.length, 8)
         fitting = bisect.bisect_right(lengths, self.question.limit, key=peak)
         return lengths[fitting - 1] if fitting > 0 else None
 
     def check(self) -> Iterator[str]:
-        """What the step itself says of the row that is advised; of the next, if it does not fit."""
+        """What the step itself says of the remedy that is advised, or of the next if it fails."""
         # It imports every recipe, which takes as long as the whole answer by arithmetic.
         from recipes_lib.workflows.out_of_memory_doctor.predicted_steps import dry_peak
 
