@@ -70,13 +70,13 @@ def initialise_convolutions_(model: Any, *, branches: Iterable[nn.Module]) -> No
         nn.init.constant_(norm.weight, FIRST_FACTOR_OF_BRANCHES)
     was_training = model.training
     model.train()
-    model(_noise_for(model))
+    model(_noisy_images_for(model))
     model.train(was_training)
     for norm in norms:
         norm.momentum = MOMENTUM
 
 
-def _noise_for(model: Any) -> Tensor:
+def _noisy_images_for(model: Any) -> Tensor:
     side = model.config.image_size
     weight = next(model.parameters())
     shape = (BATCH_OF_NOISE, model.config.num_channels, side, side)

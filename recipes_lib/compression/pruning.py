@@ -137,6 +137,7 @@ def _masks_of_model(layers: dict[str, nn.Module], share: float) -> dict[str, Ten
 
 
 def _with_pruning_masks(model: Any, layers: dict[str, nn.Module], masks: dict[str, Tensor]) -> Any:
+    """`model` with masks on its layers. Saving it is refused until they are gone."""
     for name, layer in layers.items():
         parametrize.register_parametrization(layer, "weight", _MaskOfWeight(masks[name]))
     if hasattr(model, "save_pretrained") and "save_pretrained" not in vars(model):

@@ -207,7 +207,7 @@ def load_onnx(path: Path | str) -> OnnxModel:
     with noise_to():
         require("onnxruntime")
         started = time.perf_counter()
-        session = _runtime_session(path)
+        session = _session_of_onnx(path)
         seconds = time.perf_counter() - started
     return OnnxModel(session, load_seconds=seconds)
 
@@ -225,12 +225,12 @@ def operators_that_run(path: Path | str) -> dict[str, int]:
         fused = Path(folder) / "fused.onnx"
         # One level below the highest, which arranges numbers for this processor.
         level = runtime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-        _runtime_session(path, optimized_model_filepath=str(fused), graph_optimization_level=level)
+        _session_of_onnx(path, optimized_model_filepath=str(fused), graph_optimization_level=level)
         graph = onnx.load(str(fused)).graph
     return dict(Counter(node.op_type for node in graph.node))
 
 
-def _runtime_session(path: Path | str, **settings: Any) -> Any:
+def _session_of_onnx(path: Path | str, **settings: Any) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -73,7 +73,7 @@ def quantize_pt2e(model: nn.Module, calibration: Tensor) -> EvalGraph:
 
         settings = get_symmetric_quantization_config(is_per_channel=True)
         with sparing_the_collector():
-            graph = _graph_of(model, calibration)
+            graph = _graph_for_pt2e(model, calibration)
             prepared = prepare_pt2e(graph, XNNPACKQuantizer().set_global(settings))
             with torch.no_grad():
                 for batch in calibration.split(BATCH):
@@ -83,7 +83,7 @@ def quantize_pt2e(model: nn.Module, calibration: Tensor) -> EvalGraph:
         return EvalGraph(converted).requires_grad_(False).eval()
 
 
-def _graph_of(model: nn.Module, calibration: Tensor) -> nn.Module:
+def _graph_for_pt2e(model: nn.Module, calibration: Tensor) -> nn.Module:
     # A graph has the very weights of its model, and the conversion would round them there.
     model = copy.deepcopy(model)
     # Twice the same: a batch of one would be taken for a fixed size.

@@ -192,7 +192,7 @@ def merge_qlora(model: Any) -> Any:
     with undone_on_error(model, "merge_qlora"):
         for layer in quantized_layers(model).values():
             layer.support_avx512bf16_for_cpu = False  # trap 1: never repack
-        dtype = _rounds_as(model)
+        dtype = _dtype_of_nf4_layers(model)
         before = _logits_of_few_tokens(model)
         merged = _on_a_plain_base(model).merge_and_unload(safe_merge=True)
         # Rounded otherwise, and nothing else: adapters that have been merged before, for example.
@@ -238,7 +238,7 @@ def _logits_of_few_tokens(model: Any) -> torch.Tensor:
     return outcome(model, promise="rounds")["logits"].float()
 
 
-def _rounds_as(model: Any) -> torch.dtype:
+def _dtype_of_nf4_layers(model: Any) -> torch.dtype:
     dtypes = {layer.compute_dtype for layer in quantized_layers(model).values()}
     if dtypes | {model.dtype} == {torch.float32}:
         return torch.float32

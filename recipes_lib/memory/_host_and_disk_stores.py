@@ -96,10 +96,12 @@ class HostStore:
         self.stream = torch.cuda.Stream(device)
 
     def send(self, saved: SavedStorage) -> None:
+        """Start to copy a storage to the host."""
         saved.copy = torch.empty(saved.size, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._start(saved, source=saved.bytes, target=saved.copy)
 
     def fetch(self, saved: SavedStorage) -> None:
+        """Start to copy a storage back from the host."""
         saved.bytes = torch.empty(saved.size, dtype=torch.uint8, device=self.device)
         self._start(saved, source=saved.copy, target=saved.bytes)
 
@@ -137,6 +139,7 @@ class DiskStore:
         self.away: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
 
     def send(self, saved: SavedStorage) -> None:
+        """Let the thread write a storage to the file on the disk."""
         self._require_open()
         if not self.away:
             self.end = 0  # all is back: the file starts anew
@@ -146,6 +149,7 @@ class DiskStore:
         self._start(saved, self._write)
 
     def fetch(self, saved: SavedStorage) -> None:
+        """Let the thread read a storage from the file on the disk."""
         self._require_open()
         saved.bytes = torch.empty(saved.size, dtype=torch.uint8, device="cpu")
         self._start(saved, self._read)

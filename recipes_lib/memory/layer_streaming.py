@@ -110,11 +110,11 @@ class Streamed:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run with the streamed weights, which come before and go afterwards."""
         if generates(self, args, kwargs):
-            return self._with_weights(super().forward, *args, **kwargs)
+            return self._with_streamed_weights(super().forward, *args, **kwargs)
         args, kwargs = without_caches(
             args, kwargs, index=self.checkpointed_index, names=self.forward_arguments
         )
-        forward = functools.partial(self._with_weights, super().forward)
+        forward = functools.partial(self._with_streamed_weights, super().forward)
         trainable = [each for each in self.parameters() if each.requires_grad]
         hidden, *others = args
         run = OnceMore(forward, others, kwargs)
@@ -123,7 +123,7 @@ class Streamed:
     def taken_out(self) -> None:
         self.streamed_weights.come(self.checkpointed_index)
 
-    def _with_weights(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _with_streamed_weights(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         self.streamed_weights.come(self.checkpointed_index)
         try:
             return forward(*args, **kwargs)

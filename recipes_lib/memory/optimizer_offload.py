@@ -245,6 +245,7 @@ class HostLink:
     """Copies between the device and host memory, each way in a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
+        """Two streams between a GPU and the host; without a GPU none."""
         self._device = device
         self._down = None
         self._up = None

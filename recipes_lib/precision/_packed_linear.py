@@ -102,10 +102,10 @@ def refuse_save_pretrained(model: Any) -> None:
     `from_pretrained` would load them without an error as another model.
     """
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = _refused
+        model.save_pretrained = _refuse_to_save_packed
 
 
-def _refused(*_: Any, **__: Any) -> None:
+def _refuse_to_save_packed(*_: Any, **__: Any) -> None:
     raise ValueError(
         "the model is quantized, and from_pretrained would load other weights from its file: save "
         "the model before it is quantized, and quantize after loading; or keep its state_dict()"

@@ -96,6 +96,7 @@ class BF16AdamW(ChunkedAdamW):
     cpu_chunk = 2**17
 
     def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for weights that are not in bf16, and for an unknown rounding."""
         check_choice(["stochastic", "nearest", "master"], rounding=group["rounding"])
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.dtype is not torch.bfloat16:

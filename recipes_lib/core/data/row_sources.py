@@ -28,7 +28,7 @@ PlacedRow = tuple[str, Any]  # the place in words, and what stands there
 def placed_rows(dataset: str | Iterable[Any], *, split: str = "train") -> Iterator[PlacedRow]:
     """The rows of a file, of a data set of the hub, or those that are given."""
     if isinstance(dataset, str) and not _is_a_path(dataset):
-        for place, row in _numbered(_read_hub(dataset, split)):
+        for place, row in _numbered_rows(_read_hub(dataset, split)):
             yield f"{dataset}, {place}", _without_nulls(row)
         return
     if split != "train":
@@ -39,7 +39,7 @@ def placed_rows(dataset: str | Iterable[Any], *, split: str = "train") -> Iterat
     if isinstance(dataset, str):
         yield from read_rows(dataset)
     else:
-        yield from _numbered(dataset)
+        yield from _numbered_rows(dataset)
 
 
 def _is_a_path(name: str) -> bool:
@@ -54,7 +54,7 @@ def read_rows(path: str | Path) -> Iterator[PlacedRow]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}: check the path")
     try:
-        rows = list(_reader_of(path)(path))
+        rows = list(_reader_of_file(path)(path))
     except Exception as error:  # of many types: an encoding, a missing quote, damaged bytes
         raise ValueError(f"{path} cannot be read: {_reason(error)}") from error
     if not rows:
@@ -65,7 +65,7 @@ def read_rows(path: str | Path) -> Iterator[PlacedRow]:
         yield f"{path}, {place}", row
 
 
-def _reader_of(path: Path) -> Callable[[Path], Iterator[PlacedRow]]:
+def _reader_of_file(path: Path) -> Callable[[Path], Iterator[PlacedRow]]:
     endings = [ending.lower() for ending in path.suffixes if ending.lower() != ".gz"]
     reader = READERS.get(endings[-1]) if endings else None
     if reader is None:
@@ -80,7 +80,7 @@ def _reason(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _numbered(rows: Any) -> Iterator[PlacedRow]:
+def _numbered_rows(rows: Any) -> Iterator[PlacedRow]:
     for number, row in enumerate(rows):
         yield f"row {number} (from 0)", row
 
@@ -109,7 +109,7 @@ def _read_json(path: Path) -> Iterator[PlacedRow]:
     """A file of JSON: one list of rows, or a row in each line."""
     text = _read_text(path)
     if text.lstrip().startswith("["):
-        yield from _numbered(json.loads(text))
+        yield from _numbered_rows(json.loads(text))
         return
     # `splitlines` would also cut at characters that JSON allows inside a text.
     for number, line in enumerate(text.split("\n"), 1):
@@ -149,7 +149,7 @@ def _read_table(path: Path) -> Iterator[PlacedRow]:
 def _read_parquet(path: Path) -> Iterator[PlacedRow]:
     from datasets import Dataset
 
-    yield from _numbered(map(_without_nulls, Dataset.from_parquet(os.fspath(path))))
+    yield from _numbered_rows(map(_without_nulls, Dataset.from_parquet(os.fspath(path))))
 
 
 def _read_hub(name: str, split: str) -> Iterable[Any]:

@@ -193,6 +193,7 @@ class LiveBytes(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            """Resize, and tell the account the change of live bytes."""
             resize(storage, size)
             known = self._storages.get(storage._cdata)
             if known is not None and known.size != size:

@@ -94,6 +94,7 @@ class Allocator(Listener):
     # --- blocks ---
 
     def _take_block(self, size: int) -> Block:
+        """As PyTorch's allocator does: the best free block, or one of a new segment."""
         size = max(ROUNDED, -(-size // ROUNDED) * ROUNDED)
         small = size <= SMALL
         block = self._best_fit(size, small)
@@ -125,6 +126,7 @@ class Allocator(Listener):
         self._put_block(other)
 
     def _give_block_back(self, block: Block) -> None:
+        """As PyTorch's allocator does: a free block joins its free neighbours."""
         self.allocated -= block.size
         block.free = True
         if block.after is not None and block.after.free:

@@ -222,7 +222,7 @@ def _in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
             return value.float()
         return value
 
-    def call_in_fp32(*args: Any, **options: Any) -> Any:
+    def call_as_on_card(*args: Any, **options: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
             return function(*args, **options)
         args = [widened(each) for each in args]
@@ -230,4 +230,4 @@ def _in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
         with torch.autocast("cpu", enabled=False):
             return function(*args, **options)
 
-    return call_in_fp32
+    return call_as_on_card

@@ -114,7 +114,7 @@ class _TrafficCounter(TorchDispatchMode):
 
     def _enter_call(self, kind: str, given: dict[str, Any]) -> None:
         """Enter the bytes that this rank sends in a collective."""
-        group = _group_of_call(given)
+        group = _group_of_collective(given)
         sizes = [size for size in map(_bytes_of, given.values()) if size > 0]
         if kind in OF_PARTS:
             whole = min(sizes, default=0) * group.size()
@@ -143,7 +143,7 @@ def _bytes_of(value: Any) -> int:
     return sum(tensor_bytes(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _group_of_call(given: dict[str, Any]) -> ProcessGroup:
+def _group_of_collective(given: dict[str, Any]) -> ProcessGroup:
     group = given.get("process_group", given.get("group_name"))
     if isinstance(group, str):
         return _resolve_process_group(group)

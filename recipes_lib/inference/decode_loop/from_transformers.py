@@ -53,12 +53,12 @@ def sizes_of(model: Any) -> Sizes:
         head_dim=attention.head_dim,
         scale=attention.scaling,
         sharpening=trunk(model).rotary_emb.attention_scaling,
-        window=_window(config),
+        window=_window_of_decoder(config),
         positions=longest_text(config),
     )
 
 
-def _window(config: Any) -> int | None:
+def _window_of_decoder(config: Any) -> int | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "sliding_attention" not in kinds:
         return None
@@ -74,7 +74,7 @@ def in_pairs(linear: nn.Linear, sizes: Sizes) -> nn.Linear:
     bias = None
     if linear.bias is not None:
         bias = _interleaved(linear.bias, sizes.head_dim)
-    return _linear_of(_interleaved(linear.weight, sizes.head_dim), bias)
+    return _linear_of_decoder(_interleaved(linear.weight, sizes.head_dim), bias)
 
 
 def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
@@ -98,15 +98,15 @@ def stacked(*parts: nn.Linear) -> nn.Linear:
     bias = None
     if parts[0].bias is not None:
         bias = torch.cat([part.bias for part in parts])
-    return _linear_of(torch.cat([part.weight for part in parts]), bias)
+    return _linear_of_decoder(torch.cat([part.weight for part in parts]), bias)
 
 
 def linear_on_same_memory(linear: nn.Linear) -> nn.Linear:
     """For the decode loop: a linear layer on the same memory, with parameters of its own."""
-    return _linear_of(linear.weight, linear.bias)
+    return _linear_of_decoder(linear.weight, linear.bias)
 
 
-def _linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _linear_of_decoder(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     outputs, inputs = weight.shape
     # "meta" takes no memory for the weights that are replaced at once.
     linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")

@@ -54,7 +54,7 @@ def lines_of_messages(pairs: Sequence[dict[str, Any]], tokenizer: Any) -> list[s
     for number, pair in enumerate(pairs):
         if "text" in pair:
             raise ValueError("texts without a question, for which it has another kind of data")
-        turns = _turns_of(pair)
+        turns = _turns_for_axolotl(pair)
         if not keeps_all(tokenizer, turns, pair.get("tools")):
             raise ValueError(
                 f"of pair {number} the chat template leaves a part out, as the thinking of earlier "
@@ -67,7 +67,7 @@ def lines_of_messages(pairs: Sequence[dict[str, Any]], tokenizer: Any) -> list[s
     return lines
 
 
-def _turns_of(pair: dict[str, Any]) -> list[dict[str, Any]]:
+def _turns_for_axolotl(pair: dict[str, Any]) -> list[dict[str, Any]]:
     if "messages" in pair:
         return pair["messages"]
     return [

@@ -91,6 +91,7 @@ def proves(
     """
 
     def decorate(apply: Callable) -> Callable:
+        """From now on `apply` proves itself on each model."""
         signature = inspect.signature(apply)
 
         @functools.wraps(apply)

@@ -159,8 +159,8 @@ def difference(old: dict, new: dict, limits: Limits, dtype: torch.dtype) -> str 
         return "no gradient arrives"
     off = {}
     for name in _names_to_compare(old, new, limits.promise):
-        before = as_numbers(old[name])
-        after = as_numbers(new[name])
+        before = as_comparable_numbers(old[name])
+        after = as_comparable_numbers(new[name])
         # A gradient that is small beside the others may be off by a share of theirs.
         least = top / 100 if name in gradients else 1e-30
         off[name] = (size(before - after) / max(size(before).item(), least)).item()
@@ -192,7 +192,7 @@ def _names_to_compare(old: dict, new: dict, promise: str) -> list[str]:
     return [name for name in names if name in ("loss", "logits")]
 
 
-def as_numbers(value: Tensor | None) -> Tensor:
+def as_comparable_numbers(value: Tensor | None) -> Tensor:
     if value is None:  # what gets no gradient has one of zeros
         return torch.zeros(1)
     return value if value.dtype == torch.float64 else value.float()
