@@ -62,7 +62,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def running_softmax_attention(q: Tensor, k: Tensor, v: Tensor, *, block_size: int) -> Tensor:
-    """The same result from blocks of scores [S, block_size], one after the other: as a kernel does.
+    """As a flash kernel does: the same result from blocks of scores [S, block_size], in turn.
 
     Written like this it teaches and saves nothing: autograd keeps the scores of every block.
     """
@@ -286,7 +286,7 @@ def _is_supported(model: Any, kernel: str) -> bool:
 
 
 def _kernel_in_words(model: Any, kernel: str, dtype: torch.dtype | None) -> str:
-    """A kernel in words. For "fused" it is the one among SDPA's that PyTorch will choose."""
+    """A kernel of attention in words. For "fused" it is the one that PyTorch's SDPA will choose."""
     if kernel != "fused":
         return kernel.replace("_", " ")
     if model.device.type == "cpu":

@@ -129,7 +129,7 @@ def finetune(
 
 @contextlib.contextmanager
 def _ranks_of_torchrun() -> Iterator[None]:
-    """Meet the other processes where torchrun has started several. The first one speaks."""
+    """For the command: meet the other processes of torchrun, if there are. The first one speaks."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return

@@ -67,7 +67,7 @@ class CppRun:
 
 
 def build_runner(folder: Path | str) -> Path:
-    """Build the program in `folder`, and return its path."""
+    """Build the C++ program in `folder`, and return its path."""
     executorch = require("executorch")
     cmake = find_cmake()
     package = Path(next(iter(executorch.__path__)))

@@ -70,7 +70,7 @@ from recipes_lib.core.model.marks import ONE_SCALE_PER_CALL, marked
 
 
 def looked_up(text: list[int], *, ngram: int, shortest: int, most: int) -> list[int]:
-    """What followed the last tokens of `text` where they stood before: `most` tokens, or none."""
+    """A draft by lookup: what followed `text`'s last tokens earlier: `most` tokens, or none."""
     for size in range(min(ngram, len(text) - 1), shortest - 1, -1):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[-size:]:
@@ -87,7 +87,7 @@ def copied(text: list[int], begin: int, most: int) -> list[int]:
 def checked(
     decoder: CausalDecoder, cache: KeyValueCache, last: int, draft: list[int], row_by_row: bool
 ) -> list[int]:
-    """The model's next tokens, 1 to k + 1 of them, from one call.
+    """A draft, checked: the model's next tokens, 1 to k + 1 of them, from one call.
 
     `last` is the last token of the text; the cache holds those before it, and then it and what is
     kept of the draft.
@@ -125,7 +125,7 @@ class Speculation:
     drafted_calls: int = 0  # those that checked a draft
 
     def add(self, draft: list[int], chosen: list[int], kept: list[int]) -> None:
-        """One call: the model has chosen these tokens, and the answer keeps those of them."""
+        """A draft is checked: the model has chosen these tokens, and the answer keeps them."""
         # The last one chosen is the model's own. A stop token may end the answer before it.
         accepted = min(len(chosen) - 1, len(kept))
         self.tokens += kept
@@ -217,7 +217,7 @@ def _generate_with_drafts(
 
 
 def _up_to_stop(tokens: list[int], stop: Collection[int]) -> list[int]:
-    """The tokens up to the first that ends the answer, it included."""
+    """The tokens of a draft or an answer up to the first that ends it, included."""
     for place, token in enumerate(tokens):
         if token in stop:
             return tokens[: place + 1]
@@ -287,7 +287,7 @@ def predicted_speedup(
     cost_ratio: float,
     verify_ratio: float = 1.0,
 ) -> float:
-    """How many times faster than greedy decoding: the formula of the first page.
+    """How many times faster drafts are than greedy decoding: the formula of the first page.
 
     Args:
         acceptance: a, the chance that a drafted token is right if those before it are.
@@ -308,7 +308,7 @@ def measured_verify_ratio(
     *,
     draft_tokens: int = 3,
 ) -> float:
-    """The time of a call for k + 1 tokens over that of a call for one, behind this prompt."""
+    """To check a draft: the time of a call for k + 1 tokens over that of a call for one."""
     require_decoder(decoder)
     row = token_row(prompt, vocabulary=decoder.vocabulary)  # [1, S]
     length = row.shape[1]

@@ -218,7 +218,7 @@ class Offloader:
         return saved
 
     def _finish(self, remaining: int) -> None:
-        """Wait until at most `remaining` storages are on their way out; free the others."""
+        """Wait until at most `remaining` offloaded storages are on their way; free others."""
         while len(self._going_out) > remaining:
             saved = self._going_out.pop(0)
             saved.arrive()
@@ -226,7 +226,7 @@ class Offloader:
             saved.free()
 
     def _fetch_ahead(self) -> None:
-        """Start the way back of those that backward will need next."""
+        """Start the way back of offloaded storages that backward will need next."""
         while self._order and len(self._coming_back) < self._in_flight:
             saved = self._order.pop()()
             if saved is not None and saved.bytes is None:

@@ -215,7 +215,7 @@ class ChunkedLoss(LossWithGradients):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, softcap, rows, targets, divisor, plan, training):
-        """The loss of some rows of logits after the other, each with its gradients."""
+        """The loss of one chunk of logits after the other, each with its gradients."""
         gradients = zero_gradients(ctx, hidden, weight, bias, plan, training=training)
         layer = LayerProducts(OutputLayer(weight, bias, softcap), plan.products, plan.sums)
         room = layer.room(min(plan.rows, len(rows)))  # [C, V]

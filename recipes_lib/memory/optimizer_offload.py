@@ -202,7 +202,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from `state_dict()`, which also sets the weights; or from a plain AdamW's.
+        """Resume on the host from `state_dict()`, which sets weights, too; or from AdamW's.
 
         A plain AdamW's has no masters: they are made from the weights that the model has now.
         """

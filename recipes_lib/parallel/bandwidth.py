@@ -188,7 +188,7 @@ def messages(kind: str, ranks: int) -> int:
 
 
 def fit_link(points: Sequence[BusPoint]) -> Link:
-    """The latency and the bandwidth of one kind: those of its smallest and its largest tensor.
+    """The latency and bandwidth of one kind of collective: of its smallest and largest tensor.
 
     The line goes through these two points.
     """

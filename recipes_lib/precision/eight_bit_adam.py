@@ -42,7 +42,7 @@ SMALLEST = 4096  # elements: below this a tensor keeps 32-bit states
 
 
 def code_table(*, signed: bool) -> torch.Tensor:
-    """The 256 numbers that a code can stand for: seven decades, each with twice as many steps.
+    """The 256 numbers that 8 bits can stand for: seven decades, each with twice as many steps.
 
     The first average has a sign. The second has none, and takes twice as many steps instead.
     """

@@ -136,7 +136,7 @@ class Int4Linear(PackedLinear):
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def grid(self) -> FourBitGrid:
-        """Levels, scales and offsets in plain order."""
+        """Levels of four bits, scales and offsets in plain order."""
         scales, offsets = self.scales_and_offsets.unbind(-1)  # [G, O]
         levels = unpack(self.packed, self.group, self.scales_and_offsets)
         return FourBitGrid(levels, scales.T.contiguous(), offsets.T.contiguous())

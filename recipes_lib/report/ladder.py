@@ -265,7 +265,7 @@ class Ladder:
                     yield record
 
     def _put_last_run_aside(self) -> None:
-        """An earlier run keeps its rows, in a file named after the time they were measured."""
+        """An earlier run of a ladder keeps its rows, in a file named after their time."""
         if self.path.exists():
             measured_at = datetime.datetime.fromtimestamp(self.path.stat().st_mtime)
             os.replace(self.path, self.path.with_suffix(f".{measured_at:%Y%m%d-%H%M%S}.json"))
@@ -279,7 +279,7 @@ class Ladder:
         raise KeyError(f"no row {name!r}; the ladder has {[row.name for row in self.rows]}")
 
     def line(self, name: str) -> str:
-        """One row as a sentence."""
+        """One row of the ladder as a sentence."""
         row = self[name]
         left_out = () if row.turns else self.timed
         shown = [each for each in self.columns if each.heading and each.metric not in left_out]
@@ -287,7 +287,7 @@ class Ladder:
         return f"{name}: {', '.join(parts)}"
 
     def table(self) -> list[list[str]]:
-        """Header and rows as text cells. A column without any entry is left out."""
+        """The ladder as header and rows of text cells. A column without any entry is left out."""
         header = ["step"]
         cells = [[named(row)] for row in self.rows]
         for column in self.columns:
@@ -299,7 +299,7 @@ class Ladder:
         return [header, *cells]
 
     def draw(self, *columns: Bars, **options: Any) -> Any:
-        """Bars with the names and groups of the rows."""
+        """Bars with the names and groups of the ladder's rows."""
         groups = [row.group for row in self.rows]
         return bars([row.name for row in self.rows], *columns, groups=groups, **options)
 
@@ -330,7 +330,7 @@ class Ladder:
         return f"<table>{''.join(lines)}</table>"
 
     def _lines_with_groups(self, cells: Sequence[list[str]]) -> Iterator[tuple[list[str], str]]:
-        """Each line of the table with the name of the group that begins there, or ""."""
+        """Each line of the ladder's table, with the name of the group that begins there, or ""."""
         before = ""
         for line, row in zip(cells, self.rows, strict=True):
             begins = row.group if row.group != before else ""
@@ -377,7 +377,7 @@ def _wrapped_line(text: str) -> str:
 
 
 def _text_row(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """The name to the left, numbers to the right."""
+    """A row of the ladder as text: the name to the left, numbers to the right."""
     name, *numbers = cells
     parts = [name.ljust(widths[0])]
     parts += [text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True)]

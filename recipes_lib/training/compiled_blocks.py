@@ -124,7 +124,7 @@ def break_even_steps(
 
 @functools.cache
 def _compile_once(block_class: type, dynamic: bool | None) -> Callable[..., Any]:
-    """The forward of all blocks of one class, in later models too.
+    """The compiled forward of all blocks of one class, in later models too.
 
     A function, without a block in it: a deep copy of a block runs its own weights.
     """
@@ -180,7 +180,7 @@ class Compiled:
 
 
 def _divided_function(block: torch.nn.Module) -> Callable[..., Any]:
-    """A function of the parameters and inputs of any such block, traced in a dry run when called.
+    """A compiled block as a function of parameters and inputs, traced in a dry run when called.
 
     PyTorch's partitioner divides it into forward and backward: it weighs the bytes of each tensor
     against computing it again. No kernel is compiled.
@@ -215,7 +215,7 @@ def _divided_function(block: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _with_scales(state: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of what bitsandbytes knows of a 4-bit weight, with these `quantization_tensors`."""
+    """For a compiled block: what bitsandbytes knows of a 4-bit weight, with these scales."""
     state = copy.copy(state)
     state.absmax, state.code, *others = tensors
     if state.nested:

@@ -43,7 +43,7 @@ from recipes_lib.core.model.trainable import parameters_to_train, require_whole_
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix [m, n] with all singular values near 1, computed in bf16."""
+    """Muon's step: the matrix [m, n] with all singular values near 1, computed in bf16."""
     x = matrix.bfloat16()
     tall = len(x) > x.shape[1]
     if tall:

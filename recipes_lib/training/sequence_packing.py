@@ -50,7 +50,7 @@ from recipes_lib.core.model.loss import require_shifted_loss
 
 
 def fill_rows(lengths: Sequence[int], *, length: int) -> list[list[int]]:
-    """Which documents share a row: longest first, each into the fullest row that has room."""
+    """Packing: which documents share a row: longest first, each into the fullest that has room."""
     rows = []  # [[document, …], …]
     room = []  # the free tokens of each row
     for document in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -94,7 +94,7 @@ def pack_sequences(rows: Iterable[Row], *, length: int, seed: int | None = None)
 
 
 def best_fit(lengths: Sequence[int], *, length: int) -> list[list[int]]:
-    """What `fill_rows` does, by one binary search per document."""
+    """Packing as `fill_rows` does it, by one binary search per document."""
     for row, tokens in enumerate(lengths):
         if not 1 <= tokens <= length:
             raise ValueError(

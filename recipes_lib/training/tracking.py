@@ -68,7 +68,7 @@ def track(
     settings: dict[str, Any] | None = None,
     resume_step: int | None = None,
 ) -> Tracker:
-    """Start a run, or continue one; use the result in a `with` block.
+    """Start to track a run, or continue one; use the result in a `with` block.
 
     Args:
         folder: everything is written here; it holds any number of runs, told apart by `run_name`.

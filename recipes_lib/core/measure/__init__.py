@@ -13,20 +13,15 @@ machine  what am I running on: device, memory, native bf16, versions, tier
 peak_memory  the peak bytes inside a block of code
 provenance  where results are written, and what stands beside each: machine, versions, commit
 replaced_functions  functions of libraries that want data, and what a dry run puts in their places
-step_cost  what a step costs; several steps in turns
-taking_turns  steps that take turns on the clock, as many at a time as fit into memory
+step_cost  what a step costs: seconds of the fastest one, peak bytes, timeline
+taking_turns  steps that take turns on the clock, there and back, as many as fit into memory
 timeline  memory over time: live bytes by kind and phase
 """
 
 from recipes_lib.core.measure.dry_run import dry, dry_run
 from recipes_lib.core.measure.peak_memory import PeakMemory, bytes_alive
-from recipes_lib.core.measure.step_cost import (
-    Measurement,
-    in_turns,
-    measure,
-    there_and_back,
-    timed,
-)
+from recipes_lib.core.measure.step_cost import Measurement, measure, timed
+from recipes_lib.core.measure.taking_turns import in_turns, there_and_back
 
 __all__ = [
     "Measurement",

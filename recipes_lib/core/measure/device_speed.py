@@ -78,7 +78,7 @@ def measure_read_bandwidth() -> float:
 
 
 def _fastest_of_calls(call: Callable[[], Any]) -> float:
-    """Seconds of the fastest of several calls."""
+    """On this device: seconds of the fastest of several calls."""
     tries = []
     end = time.perf_counter() + SECONDS
     while time.perf_counter() < end or len(tries) < LEAST_TRIES:

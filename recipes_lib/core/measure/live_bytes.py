@@ -121,7 +121,7 @@ class LiveBytes(TorchDispatchMode):
             storage.finalizer.detach()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator, and enter the storages that it returns."""
+        """Run an operator, and count the live storages that it returns."""
         is_sum = func is aten.add.Tensor and self._are_gradients(*args)
         if is_sum and _holders(*args) == _held_by_autograd():
             func = aten.add_.Tensor
@@ -139,7 +139,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _are_gradients(self, first: torch.Tensor, second: Any) -> bool:
-        """Whether autograd adds these two: an earlier node of backward has made the first."""
+        """Whether live bytes are gradients that autograd adds: a node of backward made one."""
         if not in_backward() or torch.is_grad_enabled() or not isinstance(second, torch.Tensor):
             return False
         if is_traceable_wrapper_subclass(first) or is_traceable_wrapper_subclass(second):

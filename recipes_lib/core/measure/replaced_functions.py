@@ -20,7 +20,7 @@ HOW_IN_FOUR_BITS = ("blocksize", "compress_statistics", "quant_type", "quant_sto
 
 @contextlib.contextmanager
 def functions_without_data() -> Iterator[None]:
-    """Inside, these functions are content with shapes."""
+    """Inside, functions that want data are replaced: they are content with shapes."""
     from transformers import PreTrainedModel
     from transformers.utils import import_utils
 
@@ -45,7 +45,7 @@ def _has_no_known_values(tensor: Any) -> bool:
 
 
 def _apply_without_data(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply`, by which `to`, `half` and `cuda` change all tensors of a module.
+    """In place of `nn.Module._apply`, by which `to`, `half` and `cuda` change all tensors.
 
     PyTorch's own swaps the old parameter with the new one, and refuses that for fake tensors. Here
     a parameter that becomes another tensor is replaced, and a tied one at both of its places.
@@ -127,7 +127,7 @@ def _weights_of_bitsandbytes() -> Iterator[None]:
 def _grouped_product(
     rows: torch.Tensor, weights: torch.Tensor, *scales: Any, offs: Any = None, **ignored: Any
 ) -> torch.Tensor:
-    """The product of rows and the weights of their experts, without data.
+    """In place of PyTorch's: the product of rows and the weights of their experts, without data.
 
     PyTorch's own allows bf16 only, as its kernel on a GPU does. That on a CPU takes fp32 as well.
     """

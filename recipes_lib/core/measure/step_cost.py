@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ class Measurement:
     timeline: Timeline | None = None  # if the model was named
 
     def without(self, alive_before: int) -> Measurement:
-        """The same step without the bytes of others that were alive before its model was built."""
+        """The cost of a step without the bytes of others, alive before its model was built."""
         timeline = self.timeline
         if timeline is not None:
             timeline = timeline.without(alive_before)
@@ -44,7 +44,7 @@ def measure(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Measurement:
-    """Run `step` to warm up, then once under the memory account, then `repeats` times on the clock.
+    """What a step costs: warm up, one run under the memory account, `repeats` on the clock.
 
     The fastest of them counts: whatever else runs can only slow a step. The warm-up matters for
     memory too: AdamW allocates its states in the first step.
@@ -81,27 +81,6 @@ def _account_of(
     if this_machine().device == "cpu":
         return AllocatorPeak()
     return PeakMemory()  # without a timeline it asks CUDA's allocator, and nothing else
-
-
-def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[str, list[float]]:
-    """Seconds of every step in `rounds` rounds, each round in the other direction.
-
-    What slows the machine for a while then slows all of them. Warm up before, and compare the
-    fastest of each.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for names in there_and_back(list(steps), rounds=rounds):
-        for name in names:
-            took, _ = timed(steps[name])
-            seconds[name].append(took)
-    return seconds
-
-
-def there_and_back(names: list[str], *, rounds: int) -> Iterator[list[str]]:
-    """The order of each round: as given, then reversed, then as given again."""
-    for turn in range(rounds):
-        forth = turn % 2 == 0
-        yield names if forth else names[::-1]
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, Any]:

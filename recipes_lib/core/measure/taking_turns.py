@@ -8,14 +8,34 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recipes_lib.core.measure.free_memory import free_memory_bytes, release_memory
-from recipes_lib.core.measure.step_cost import there_and_back
+from recipes_lib.core.measure.step_cost import timed
 
 ROOM = 3 / 4  # of the memory that is free may be taken by models: one too many ends the run
 
 Turn = Callable[[], dict[str, float]]  # takes a step, and gives its times by metric
+
+
+def in_turns(steps: dict[str, Callable[[], Any]], *, rounds: int = 3) -> dict[str, list[float]]:
+    """Seconds of every step in `rounds` rounds of turns, each in the other direction.
+
+    Warm up before, and compare the fastest of each.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for names in there_and_back(list(steps), rounds=rounds):
+        for name in names:
+            took, _ = timed(steps[name])
+            seconds[name].append(took)
+    return seconds
+
+
+def there_and_back(names: list[str], *, rounds: int) -> Iterator[list[str]]:
+    """The order of turns in each round: as given, then reversed, then as given again."""
+    for turn in range(rounds):
+        forth = turn % 2 == 0
+        yield names if forth else names[::-1]
 
 
 class Waiting(NamedTuple):

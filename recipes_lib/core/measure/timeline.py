@@ -82,7 +82,7 @@ class Timeline:
         return dict(self.highest.bytes)
 
     def towers(self) -> tuple[Point, Point]:
-        """The highest point until the last backward has begun, and the highest where it ends."""
+        """The timeline's highest point until the last backward has begun, and where it ends."""
         backward = [phase for phase in self.phases() if phase[0] == "backward"]
         _, begin, end = backward[-1]
         near = NEAR * (end - begin)
@@ -92,7 +92,7 @@ class Timeline:
         return max(first, key=TOTAL), max(last, key=TOTAL)
 
     def without(self, others: int) -> Timeline:
-        """The same step without `others` bytes of the kind "other", alive all the time."""
+        """The timeline without `others` bytes of the kind "other", alive all the time."""
         points = []
         for point in self.points:
             other = point.bytes["other"] - others
@@ -111,7 +111,7 @@ class Timeline:
         return Timeline(points)
 
     def phases(self) -> list[tuple[str, int, int]]:
-        """The phases as (name, first operator, operator at which the next one begins).
+        """Phases of the timeline as (name, first operator, operator where the next begins).
 
         Accumulation repeats forward and backward.
         """
@@ -177,7 +177,7 @@ class TimelineRecorder(Listener):
     # --- what the account tells ---
 
     def changed(self, number: int, change: int) -> None:
-        """Note the change of a storage. One that is new gets a kind for the time being."""
+        """Note a storage's change for the timeline. A new one gets a kind for the time being."""
         self._changes.append((number, change))
         if number in self._kinds:
             return
@@ -262,7 +262,7 @@ class TimelineRecorder(Listener):
                     self._kinds[number] = kind
 
     def _label_gradient(self, parameter: torch.Tensor) -> None:
-        """Label it when it is complete, before anybody else uses and frees it."""
+        """Label it for the timeline when it is complete, before anybody frees it."""
         self._label_storage([parameter.grad], "gradients")
 
     def _step_begins(self, *_: Any) -> None:
@@ -285,7 +285,7 @@ class TimelineRecorder(Listener):
         return self.account.current
 
     def timeline(self) -> Timeline:
-        """The points of the step: the changes added up, each under the kind of its storage."""
+        """The points of the timeline: changes added up, under the kind of their storage."""
         live = dict.fromkeys(KINDS, 0)
         points = []
         done = 0

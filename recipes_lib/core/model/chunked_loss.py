@@ -54,7 +54,7 @@ def rows_with_a_target(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
 
 
 def divisor_of_mean(targets: int, num_items: int | torch.Tensor | None) -> torch.Tensor:
-    """What the sum of the losses is divided by, a scalar: `num_items`, or the number of targets.
+    """What the sum over chunks is divided by, a scalar: `num_items`, or the number of targets.
 
     A micro-batch is given the `num_items` of its whole batch: means over its own targets would give
     each micro-batch the same weight, however many targets it has. Raises ValueError for a mean over
@@ -180,7 +180,7 @@ class LayerProducts:
         return torch.tanh(logits.to(self.sums) / self.softcap).mul_(self.softcap)
 
     def through_the_cap_(self, gradient: torch.Tensor, capped: torch.Tensor) -> torch.Tensor:
-        """The gradient of the capped logits becomes that of the logits: times 1 - tanh²."""
+        """In a chunk the gradient of capped logits becomes that of logits: times 1 - tanh²."""
         if self.softcap:
             gradient.mul_(capped.div_(self.softcap).square_().neg_().add_(1))
         return gradient

@@ -206,5 +206,5 @@ def _wheel_of_default_model() -> Path:
 
 
 def quiet() -> contextlib.AbstractContextManager:
-    """Hold back the loaders' progress bars, which fill a notebook. Errors come as exceptions."""
+    """Hold back the progress bars of fetching and loading the model. Errors are exceptions."""
     return contextlib.redirect_stderr(io.StringIO())

@@ -44,7 +44,7 @@ class IntegerGrid(NamedTuple):
 
 
 def to_grid(weight: Tensor, *, bits: int, group: int | None = None) -> IntegerGrid:
-    """The nearest levels of `weight`: [O, I] of a linear layer, or [O, ...] of a convolution.
+    """The nearest whole numbers: `weight` [O, I] of a linear layer, or [O, ...] of a convolution.
 
     Args:
         bits: of a level, from 2 to 8.

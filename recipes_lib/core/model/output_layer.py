@@ -114,7 +114,7 @@ def _shortened(head: nn.Module, seen: list[torch.Tensor]) -> Iterator[None]:
 def options_by_name(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call of `forward`, all of them by name: labels may come by position."""
+    """The arguments of a causal LM's `forward` by name: labels may come by position."""
     if not args:
         return dict(kwargs)
     signature = inspect.signature(forward)

@@ -87,7 +87,7 @@ def model_of_shape(
 
 
 def _widths(sizes: ModelShape, layers: int) -> dict[str, Any]:
-    """The sizes by the names that the family's configuration has for them."""
+    """The sizes of a public shape by the names that the family's configuration has for them."""
     if sizes.family == "GPT2":
         # Dropout would make a recomputed or repeated pass differ from the first one by design.
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

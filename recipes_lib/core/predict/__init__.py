@@ -84,7 +84,7 @@ def predict(
     allocator: bool = True,
     ranks: int = 1,
 ) -> Prediction:
-    """The step that `build` makes, on tensors without data.
+    """Predict the step that `build` makes, on tensors without data.
 
     Args:
         build: returns the model, its optimizer and a function `step(model, optimizer)`. It is

@@ -147,7 +147,7 @@ def _attention_that_card_chooses(capability: tuple[int, int]) -> Callable[..., t
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """By FlashAttention, by memory-efficient attention, or with all scores."""
+        """As this card would: by FlashAttention, memory-efficient, or with all scores."""
         q, k, v = (_as_autocast_gives_it(each) for each in (query, key, value))
         with torch.autocast("cpu", enabled=False):  # the inputs are cast, and nothing inside
             options = {"scale": scale}

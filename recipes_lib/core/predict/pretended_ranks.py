@@ -62,7 +62,7 @@ def pretended_ranks(ranks: int, *, rank: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buckets_without_data() -> Iterator[None]:
-    """Inside, DistributedDataParallel takes tensors without data, which its C++ code would read."""
+    """On a pretended rank DistributedDataParallel takes tensors without data."""
     patches = {
         "Reducer": _BucketsWithoutData,
         "Logger": mock.MagicMock(),

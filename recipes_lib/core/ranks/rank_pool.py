@@ -162,7 +162,7 @@ class RankPool:
         return f"{self._folder.name}/rank-{rank}"
 
     def _ask_ranks(self, function: Callable[..., Any], calls: list[tuple], timeout: float) -> Any:
-        """What rank 0 answers, when all have. Raises what went wrong."""
+        """What rank 0 of the pool answers, when all have. Raises what went wrong."""
         pairs = zip(self._workers.values(), calls, strict=True)
         answers = [worker.submit(function, *given) for worker, given in pairs]
         wait(answers, timeout, FIRST_EXCEPTION)
@@ -193,7 +193,7 @@ class RankPool:
 
 
 def _end_processes(workers: dict[int, ProcessPoolExecutor]) -> None:
-    """End all with what they have started, and forget them."""
+    """End all processes of a pool with what they have started, and forget them."""
     while workers:
         process, worker = workers.popitem()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of it is left

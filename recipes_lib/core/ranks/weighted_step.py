@@ -105,7 +105,7 @@ def rank_step(
     reduce_each: bool = False,
     loss_sum: LossSum = sum_of_losses,
 ) -> float:
-    """Train one step on the micro-batches `batches` of this rank; every rank calls it.
+    """One weighted step on the micro-batches `batches` of this rank; every rank calls it.
 
     `model` is wrapped by DistributedDataParallel, sharded, or cut by tensor parallelism.
 

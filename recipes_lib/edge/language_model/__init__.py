@@ -100,7 +100,7 @@ def plain_pairs(weight: Tensor, *, head_dim: int) -> Tensor:
 def plain_greedy(
     read: Callable[[Tensor, int], Tensor], prompt: list[int], new_tokens: int
 ) -> list[int]:
-    """What an app does with the file. `read(tokens [1, S], position)` returns logits [V]."""
+    """What an app does with a language model's file: `read(tokens, position)` gives logits [V]."""
     logits = read(torch.tensor([prompt]), 0)  # the whole prompt at once
     answer = [int(logits.argmax())]
     while len(answer) < new_tokens:

@@ -78,7 +78,7 @@ from recipes_lib.inference.decode_loop.from_transformers import (
 def step_by_hand(
     block: DecoderBlock, x: Tensor, turn: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """One token x [D] through one block; `turn` [E/2] are the complex angles of its position.
+    """The decode loop by hand: one token x [D] through a block; `turn` [E/2] are its angles.
 
     keys and values [Hkv, T, E] have room for it in their last place.
     """
@@ -195,7 +195,7 @@ class Decoder(nn.Module):
             return self.head(self.norm(x))
 
     def turn(self, positions: Tensor) -> Tensor:
-        """The angles of `positions` as `rotate` takes them, for all heads alike."""
+        """In the decode loop: the angles of `positions` as `rotate` takes them."""
         turn = self._table[positions].unsqueeze(-3)
         if torch.compiler.is_compiling():
             return turn
@@ -341,7 +341,7 @@ def attend(
 
 
 def _would_store_scores(keys: Tensor, mask: Tensor | None) -> bool:
-    """Whether PyTorch would store all scores [B, Hq, K, T], because heads share their keys.
+    """Whether the decode loop would store all scores [B, Hq, K, T], because heads share keys.
 
     Of the fast kernels of CUDA only flash attention lets them share, and it takes no mask.
     """

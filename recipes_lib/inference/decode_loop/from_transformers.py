@@ -44,7 +44,7 @@ class Sizes:
 
 
 def sizes_of(model: Any) -> Sizes:
-    """The sizes of a model that has the layers of Llama."""
+    """For the decode loop: the sizes of a model that has the layers of Llama."""
     config = model.config
     attention = decoder_blocks(model)[0].self_attn
     return Sizes(

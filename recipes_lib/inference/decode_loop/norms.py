@@ -34,7 +34,7 @@ class RootMeanSquareNorm(nn.Module):
         self.register_buffer("zero", torch.zeros_like(floor), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] -> [..., E], with the length of each row by one operator."""
+        """In the decode loop: [..., E] -> [..., E], the length of each row by one operator."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         length = torch.hypot(length, self.floor)  # [..., 1]
         # zero + root * x / length: a factor and a quotient in one operator.

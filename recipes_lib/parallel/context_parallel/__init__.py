@@ -68,7 +68,7 @@ KNOWN = ("eager", "sdpa", "flash_attention_2", "fused")  # kinds of attention th
 
 
 def attention_and_sums(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention on some keys, and the log of the sum of exp(scores) of each query.
+    """The idea of context parallelism: attention on some keys, and log of sum of exp(scores).
 
     q [B, H, Q, E], k and v [B, H, K, E] -> out [B, H, Q, E], log-sum-exp [B, H, Q, 1].
     """
@@ -81,13 +81,13 @@ def attention_and_sums(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tupl
 
 
 def merge(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention on some keys and on others become attention on all of them."""
+    """The idea of context parallelism: attention on some keys and on others becomes one."""
     both = torch.logaddexp(sums, more_sums)
     return (sums - both).exp() * out + (more_sums - both).exp() * more, both
 
 
 def ring_by_hand(q: Tensor, k: Tensor, v: Tensor, *, ranks: int) -> Tensor:
-    """Causal attention [B, H, S, E] as a ring computes it, all ranks in one process."""
+    """The idea of context parallelism: causal attention [B, H, S, E] by a ring in one process."""
     q_of = q.chunk(ranks, dim=2)  # rank r has the tokens of chunk r
     k_of = k.chunk(ranks, dim=2)
     v_of = v.chunk(ranks, dim=2)
@@ -310,7 +310,7 @@ def _require_plain_causal_attention(causal: Any) -> None:
 
 
 def _require_divisible_heads(causal: Any, kind: str, ranks: int) -> None:
-    """Ulysses divides heads."""
+    """Context parallelism by Ulysses divides heads."""
     heads = causal.config.num_attention_heads
     if kind == "ulysses" and heads % ranks:
         raise ValueError(f"{heads} heads do not divide into {ranks} ranks: take kind='ring'")
@@ -320,7 +320,7 @@ def _require_divisible_heads(causal: Any, kind: str, ranks: int) -> None:
 
 
 def predicted_ring_work(ranks: int, *, zig_zag: bool = True) -> list[list[float]]:
-    """What each rank computes in each step of the ring: [step][rank].
+    """How context parallelism by a ring shares out the work: [step][rank].
 
     The unit is attention of all queries of one rank to all keys of another. A step is as long as
     that of its busiest rank. With the zig-zag all ranks have half a unit in every step. Without it

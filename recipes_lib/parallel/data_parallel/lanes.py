@@ -83,7 +83,7 @@ class LaneRecorder:
         model.register_comm_hook(self, _timed_all_reduce)
 
     def record(self, step: Callable[[], Any]) -> Lanes:
-        """Run `step`, which trains the wrapper, and record it.
+        """Run `step`, which trains the wrapper, and record its lanes.
 
         Run one step before the first recorded one: DDP arranges its buckets after it.
         """

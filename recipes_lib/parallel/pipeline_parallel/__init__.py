@@ -74,7 +74,7 @@ SCHEDULES = {
 def order_of_rank(
     rank: int, *, ranks: int, micro_batches: int, stages_per_rank: int = 1, warm_up: int
 ) -> list[Action]:
-    """What one rank computes, in order: some forwards, one of each in turns, then the rest.
+    """What one rank of a pipeline computes: some forwards, one of each in turns, then the rest.
 
     `warm_up` is the number of forwards before the first backward comes, and it alone tells GPipe
     from 1F1B. A rank with several stages takes as many micro-batches as there are ranks through its
@@ -309,7 +309,7 @@ class Pipeline:
             yield parameter
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip the gradients of all stages to one norm. Returns the norm that they had together.
+        """Clip the gradients of all of a pipeline's stages to one norm. Returns that norm.
 
         `clip_grad_norm_` on one rank would see one stage. All ranks of the pipeline have to call
         it.
@@ -331,7 +331,7 @@ class Pipeline:
         return self.stages[0].embedding.weight if self.rank == 0 else self.stages[-1].head.weight
 
     def _add_tied_gradients(self) -> None:
-        """Both copies of a tied weight get the sum of their gradients: the copies stay equal."""
+        """In a pipeline both copies of a tied weight get the sum of their gradients."""
         if not self._tied or not self._tied_weight().requires_grad:
             return
         weight = self._tied_weight()

@@ -76,7 +76,7 @@ class CutEmbedding(CutRows):
 
     @torch.no_grad()
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [B, S] -> [B, S, D]. Every rank calls it as often as the others."""
+        """From a cut table: ids [B, S] -> [B, S, D]. Every rank calls it as often as the others."""
         owner = ids // self.rows
         row = ids % self.rows
         found = None
@@ -94,7 +94,7 @@ class CutOutput(CutRows):
     """`nn.Linear` without bias over the vocabulary, frozen."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [B, S, D] -> logits [B, S, V]. Every rank calls it as often as the others."""
+        """By a cut table: hidden [B, S, D] -> logits [B, S, V]. Every rank calls it as often."""
         return _LogitsOfCutRows.apply(hidden, self)
 
 

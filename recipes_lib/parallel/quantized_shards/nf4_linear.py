@@ -50,7 +50,7 @@ class NF4Linear(nn.Module):
         weight_dtype: torch.dtype,
         compute_dtype: torch.dtype | None,
     ) -> None:
-        """See the top of the file for the first three; `levels` [16] and `scale_levels` [256].
+        """NF4's codes and scales as the top of the file says; `levels` [16], `scale_levels` [256].
 
         Args:
             mean: fp32 scalar, which was taken off all scales before they were quantized.
@@ -73,7 +73,7 @@ class NF4Linear(nn.Module):
         self.compute_dtype = compute_dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, S, I] -> [B, S, O], in the dtype of x."""
+        """The product with an NF4 weight: x [B, S, I] -> [B, S, O], in the dtype of x."""
         computing = x.dtype if self.compute_dtype is None else self.compute_dtype
         y = _NF4Product.apply(x.to(computing), self.codes, self.scales, self.group_scales, self)
         if self.bias is not None:

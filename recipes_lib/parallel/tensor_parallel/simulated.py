@@ -78,7 +78,7 @@ def simulated_mlp(*, ranks: int = 4) -> SimulatedMLP:
 
 
 def _parts_by_rank(tensor: DTensor) -> list[Tensor]:
-    """The part of each rank, as a plain tensor."""
+    """The part of each simulated rank, as a plain tensor."""
     parts = tensor.to_local()._local_tensors
     return [parts[rank].detach().clone() for rank in sorted(parts)]
 

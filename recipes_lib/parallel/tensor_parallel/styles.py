@@ -49,7 +49,7 @@ class _OfSomeTokens:
     """What is mixed into an embedding."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[B, S] -> [B, S, D], laid out as `outputs` says."""
+        """From a table cut by tokens: [B, S] -> [B, S, D], laid out as `outputs` says."""
         mesh = self.weight.device_mesh
         rows = self.weight.to_local()  # [V/N, D]
         first = first_of_rank(self.weight.shape[0], mesh)
@@ -111,5 +111,5 @@ class WholeWeights(ParallelStyle):
 
 
 def _sum_over_ranks(gradient: DTensor) -> DTensor:
-    """Each rank has the part that its tokens or heads make; the gradient is the sum of them."""
+    """A whole norm's gradient: each rank has the part that its tokens or heads make."""
     return gradient.redistribute(placements=[Replicate()])

@@ -59,7 +59,7 @@ AUTO = "auto"
 
 
 def config_file(name: str) -> Path:
-    """The file of a configuration that we ship, such as "zero2" or "zero3_offload"."""
+    """The file of DeepSpeed's configuration that we ship, such as "zero2" or "zero3_offload"."""
     check_choice(sorted(path.stem for path in FOLDER.glob("*.json")), name=name)
     return FOLDER / f"{name}.json"
 

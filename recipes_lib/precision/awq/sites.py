@@ -141,7 +141,7 @@ def _after_values(model: Any) -> Iterator[Site]:
 
 
 def _heads_of_values(attention: nn.Module, value: nn.Linear, output: nn.Linear) -> Tensor | None:
-    """Which output of v each input of o comes from [I]; None if the shapes do not say."""
+    """At a site v -> o: which output of v each input of o comes from [I]; None if unknown."""
     head_dim = getattr(attention, "head_dim", None)
     width = value.out_features
     if not isinstance(head_dim, int) or width % head_dim or output.in_features % width:

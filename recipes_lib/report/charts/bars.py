@@ -55,7 +55,7 @@ def bars(
     groups: Sequence[str] = (),
     source: str | None = None,
 ) -> Chart:
-    """Draw the columns beside each other.
+    """Draw the columns of bars beside each other.
 
     Args:
         names: of the rows.
@@ -104,7 +104,7 @@ def bars(
 
 
 def _places_of_rows(groups: Sequence[str]) -> tuple[list[float], dict[str, float]]:
-    """Where each row stands, and the heading of each group."""
+    """Where each row of bars stands, and the heading of each group."""
     places: list[float] = []
     headings: dict[str, float] = {}
     place = 0.0
@@ -120,7 +120,7 @@ def _places_of_rows(groups: Sequence[str]) -> tuple[list[float], dict[str, float
 
 
 def _draw_column(axes: Any, column: Bars, places: Sequence[float], room: float) -> None:
-    """One column, `room` points wide."""
+    """One column of bars, `room` points wide."""
     axes.set_title(column.heading, fontsize=LABEL)
     # The numbers stand beside the bars, so nobody needs a scale.
     axes.tick_params(bottom=False, labelbottom=False, left=False)
@@ -151,7 +151,7 @@ def _draw_column(axes: Any, column: Bars, places: Sequence[float], room: float) 
 
 
 def _draw_marks(axes: Any, column: Bars, places: Sequence[float]) -> None:
-    """Ticks where arithmetic expects the ends, and whiskers over the turns."""
+    """On bars: ticks where arithmetic expects the ends, and whiskers over the turns."""
     look = {"color": MARK, "path_effects": WHITE_EDGE}
     for place, mark in zip(places, column.marks):
         if mark:
@@ -178,7 +178,7 @@ def _label_number(value: float) -> str:
 
 
 def _label_parts(axes: Any, layer: Any, color: str, points_per_unit: float) -> None:
-    """The number of each part inside it, where it has room."""
+    """The number of each part inside its bar, where it has room."""
     texts = [_label_number(bar.get_width()) for bar in layer]
     fits = [
         text_width(text, INSIDE) + 4 < bar.get_width() * points_per_unit

@@ -133,7 +133,7 @@ def new_figure(
 
 
 def mark_in_key(name: str, line: str, **look: Any) -> Line2D:
-    """An entry of the key for a mark that is drawn on top of bars or layers."""
+    """An entry of a figure's key for a mark that is drawn on top of bars or layers."""
     return Line2D([], [], color=MARK, linestyle=line, label=name, path_effects=WHITE_EDGE, **look)
 
 
@@ -160,14 +160,14 @@ def text_width(text: str, size: float = 10) -> float:
 
 
 def readable_on(color: Any) -> str:
-    """Dark or white, whichever is easier to read on this colour."""
+    """The ink of a figure, dark or white, whichever is easier to read on this colour."""
     # The eye sees green as brighter than red, and red as brighter than blue (ITU-R BT.601).
     red, green, blue = to_rgb(color)
     return MARK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "#ffffff"
 
 
 def name_at_right(axes: Any, names: Sequence[tuple[str, tuple[float, float], str]]) -> None:
-    """Write (name, place, colour) to the right of the axes, a thin line from each to its place.
+    """Write (name, place, colour) to the right of a figure, a thin line from each to its place.
 
     The names are in the order of their places, and a line of text apart at least. Set the limits of
     the axes before.

@@ -38,7 +38,7 @@ def lines(
 
 
 def draw_lines(axes: Any, curves: Curves, *, dots: bool = False, **settings: Any) -> None:
-    """The same in axes that are there already. What is drawn later does not move their limits."""
+    """Lines in axes that are there already. What is drawn later does not move their limits."""
     marker = "o" if dots else None
     names_at_ends = []
     for number, (name, curve) in enumerate(curves.items()):

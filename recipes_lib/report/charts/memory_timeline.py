@@ -136,7 +136,7 @@ def _draw_bytes_of_step(axes: Any, each: Timeline, unit: Unit, marked: Iterable[
 
 
 def _draw_prediction(axes: Any, predicted: Timeline, measured: Timeline, unit: Unit) -> None:
-    """The bytes of a step without data, phase by phase as wide as the measured ones."""
+    """Under a timeline: the bytes of a step without data, its phases as wide as measured."""
     places = []
     totals = []
     for (_, *before), (_, *now) in zip(_spans_of_phases(predicted), _spans_of_phases(measured)):
@@ -151,7 +151,7 @@ def _draw_prediction(axes: Any, predicted: Timeline, measured: Timeline, unit: U
 
 
 def _name_phases(axes: Any, each: Timeline) -> None:
-    """Shade every second phase, and name those that are wide enough."""
+    """Shade every second phase of a timeline, and name those that are wide enough."""
     room = 0.85 * axes.figure.get_figwidth() * POINTS
     width = max(_places_of_points(each)[-1], 1)
     for number, (phase, begin, end) in enumerate(_spans_of_phases(each)):
@@ -164,7 +164,7 @@ def _name_phases(axes: Any, each: Timeline) -> None:
 
 
 def _write_compositions(axes: Any, marked: Mapping[str, Point], unit: Unit) -> None:
-    """What the marked points consist of, to the right of the panel, the topmost layer first."""
+    """Beside a timeline: what the marked points consist of, the topmost layer first."""
     texts = []
     for when, point in marked.items():
         kinds = reversed(point.bytes.items())

@@ -197,7 +197,7 @@ def what_changes(before: Prediction | None, new: Prediction) -> str:
 
 
 def moment_of_peak(timeline: Timeline) -> str:
-    """When the highest point comes, in words."""
+    """For a row of memory: when the highest point comes, in words."""
     highest = timeline.highest
     for phase, begin, end in timeline.phases():
         if begin <= highest.operator <= end and phase == highest.phase:
@@ -207,7 +207,7 @@ def moment_of_peak(timeline: Timeline) -> str:
 
 
 def _compared(value: float, reference: Row) -> str:
-    """Whether a loss is that of the reference: "that of baseline to 1e-07"."""
+    """For a row of memory: whether a loss is the reference's, "that of baseline to 1e-07"."""
     difference = value - reference.loss
     if abs(difference) <= SAME_LOSS:
         return f"that of {reference.name} {same_to(abs(difference))}"

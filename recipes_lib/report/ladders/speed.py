@@ -136,7 +136,7 @@ class SpeedLadder(Ladder):
     def _times_and_equal_tokens(
         self, name: str, new_tokens: int, group: str, turn: Writing
     ) -> dict[str, Any]:
-        """Times of a second text, and how many of its tokens are those of the first row."""
+        """Speeds of a second text, and how many of its tokens are those of the first row."""
         if len(turn.tokens) != new_tokens:
             raise ValueError(f"{name} wrote {len(turn.tokens)} tokens: let it write {new_tokens}")
         reference = self._written.get(group)
@@ -157,7 +157,7 @@ class SpeedLadder(Ladder):
         row.share_of_limit = row.weight_bytes / self.bandwidth / fastest
 
     def set_quality(self, name: str, quality: Any) -> None:
-        """Give a row the perplexity and the agreement that were measured elsewhere."""
+        """Give a row of speeds the perplexity and the agreement that were measured elsewhere."""
         self[name].perplexity = quality.perplexity
         self[name].agreement = quality.agreement
         self.save()
@@ -198,7 +198,7 @@ class SpeedLadder(Ladder):
 
 
 def equal_tokens(tokens: Sequence[int], reference: Sequence[int]) -> int:
-    """How many tokens, from the first on, are those of the reference."""
+    """Of texts that were timed: how many tokens, from the first on, are the reference's."""
     equal = 0
     for token, other in zip(tokens, reference, strict=False):
         if token != other:

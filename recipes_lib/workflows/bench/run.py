@@ -83,7 +83,7 @@ class Bench:
         return partial(plain_training_step(self.batch(model)), model, optimizer)
 
     def arrange(self, name: str, model: Any) -> tuple[Any, torch.optim.Optimizer, Step]:
-        """Technique `name`, or the "baseline", on a fresh `model`: model, optimizer and step."""
+        """Technique `name` to measure, or the "baseline": model, optimizer and step."""
         entries = {"baseline": Entry(), **ENTRIES}
         check_choice(entries, technique=name)
         entry = entries[name]
@@ -100,7 +100,7 @@ class Bench:
         return predict(partial(self.build, name))
 
     def run(self, technique: str, *, rounds: int = 3, timeline: Path | None = None) -> MemoryLadder:
-        """Ladder of two rows, the plain step and the technique.
+        """Measure the technique beside the plain step: a ladder of two rows.
 
         Args:
             rounds: turns of both, of which the fastest counts.

@@ -79,7 +79,7 @@ class Trained:
 def compare_architectures(
     *, steps: int = 150, seeds: Sequence[int] = (0, 1, 2)
 ) -> dict[str, Trained]:
-    """Train each architecture with each seed, on the same `rows` x `seq_len` tokens per step."""
+    """Train a small model of each architecture with each seed, on the same tokens per step."""
     train = bytes_of("train")
     held_out = rows_of_bytes(bytes_of("validation"), HELD_OUT_ROWS, SIZES["seq_len"], seed=0)
     losses: dict[str, list[float]] = {name: [] for name in ARCHITECTURES}
@@ -138,7 +138,7 @@ class Healing(NamedTuple):
 def pool_and_heal(
     *, steps: int = 300, healing_steps: int = 60, seeds: Sequence[int] = (0, 1, 2)
 ) -> list[Healing]:
-    """Train the baseline, pool its heads of keys and values to one, and train on; one per seed.
+    """A small model trains, its heads of keys and values are pooled to one, and it trains on.
 
     The same model trains on without being pooled, on the same text: more steps help that one, too.
     """

@@ -46,7 +46,7 @@ def as_it_is(model: Any) -> Any:
 
 
 def plain_adamw(model: Any) -> torch.optim.Optimizer:
-    """PyTorch's own AdamW on all parameters: the yardstick."""
+    """The optimizer without an entry: PyTorch's own AdamW on all parameters, the yardstick."""
     return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 

@@ -32,7 +32,7 @@ FOUR_BITS = 0.516  # bytes of a weight, with its part of the scales
 
 
 def placed(run: Settings) -> Settings:
-    """The run with its place: whole on each device, or in parts where one does not hold it.
+    """The run with the place of its base: whole on each device, or in parts where it is too large.
 
     What counts is what stays on the device: weights, gradients and states, without activations.
     Raises ValueError, before anything is loaded, for what does not fit or is not divided.
@@ -106,7 +106,7 @@ def base_to_measure(whole: Any, run: Settings) -> Any:
 def adapted(
     whole: Any, rows: Sequence[Row], *, run: Settings, pad_token_id: int
 ) -> tuple[Any, Any]:
-    """The model that trains, and the modules into which `model_to_save` puts it together.
+    """The base, adapted: the model that trains, and the modules for `model_to_save`.
 
     Layers in 4 bits that cut the gradient are found before training.
     """
@@ -129,7 +129,7 @@ def adapted(
 
 
 def model_to_save(model: Any, modules: Any, *, run: Settings) -> Any:
-    """The trained model to be saved; of a model in parts, `modules` with whole tensors on rank 0.
+    """The adapted base to be saved; of one in parts, `modules` with whole tensors on rank 0.
 
     Adapters are gathered without their base.
     """

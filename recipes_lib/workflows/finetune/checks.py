@@ -37,7 +37,7 @@ def check_rows_fit_base(
 
 
 def check_output(run: Settings, held_out_file: str | None, *, resume: bool) -> None:
-    """Raise ValueError if the run would overwrite what it reads, or what another one has left."""
+    """Refuse a run that would overwrite what it reads, or what another one has left."""
     folder = Path(run.output_dir)
     if folder.is_file():
         raise ValueError(f"output_dir={str(folder)!r} is a file: give the name of a folder")
@@ -55,7 +55,7 @@ def check_output(run: Settings, held_out_file: str | None, *, resume: bool) -> N
 
 
 def check_unfinished(run: Settings) -> None:
-    """Raise ValueError for a folder with a result, if there are no other steps to go on to."""
+    """Refuse a run in a folder with a result, if there are no other steps to go on to."""
     result = result_folder(run)
     if not result.exists():
         return
@@ -98,7 +98,7 @@ def check_positions(run: Settings, *, longest: int) -> None:
 def check_run(
     rows: Sequence[Row], *, run: Settings, folder: Path, resume: bool, base: str = ""
 ) -> None:
-    """Refuse what cannot train, and a folder with the checkpoint of another run.
+    """Refuse a run of what cannot train, or into a folder with the checkpoint of another run.
 
     The base is compared when its fingerprint is known.
     """

@@ -66,7 +66,7 @@ def finetune(
     epochs: int | None = None,
     **of_data: Any,
 ) -> None:
-    """Read and check the data, train, compare the held-out loss, and save all that is promised.
+    """The command: check the data, train, compare the held-out loss, save all that is promised.
 
     Prints what it does, a line per step. `run.output_dir` gets all that it leaves.
 

@@ -40,7 +40,7 @@ DEFAULT_LIMIT = 400  # pairs of the standard library
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What a run trains on, and what it keeps out.
+    """What a fine-tuning run trains on, and what it keeps out.
 
     `run` is the settings with the length of the longest row, where that was asked for.
     """
@@ -76,7 +76,7 @@ def load_data(
     drop_long: bool = False,
     columns: Mapping[str, str] | None = None,
 ) -> Data:
-    """Pairs to train on, their rows, and held-out rows. Prints what it leaves out.
+    """The data of a run: pairs to train on, their rows, held-out rows. Prints what it leaves out.
 
     They are those of `run.data_files`, or of the standard library without one. Without a file of
     held-out pairs, every tenth pair is held out; of a few long texts, every tenth part.
@@ -150,7 +150,7 @@ def _without_an_end(tokenizer: Any, pair: _TokenizedPair) -> str:
 
 
 def tokenizer_of(run: Settings) -> tuple[Any, dict[str, int]]:
-    """The base's tokenizer with the template and the tokens of `run`, and the ids of these."""
+    """For the data of a run: the base's tokenizer with its template and tokens, and their ids."""
     tokenizer = load_tokenizer(run.base_model)
     if run.chat_template == "chatml":
         # A base that has seen no text without <bos> gets it here, too.
@@ -175,7 +175,7 @@ def _pairs_of_files(
     length: int | None,
     columns: Mapping[str, str] | None,
 ) -> tuple[list[_TokenizedPair], list[_TokenizedPair]]:
-    """Pairs to train on, and pairs held out: what is trained on proves nothing."""
+    """The pairs of a run to train on, and those held out: what is trained on proves nothing."""
     files = [placed_pairs(dataset=file, columns=columns) for file in run.data_files]
     read = itertools.chain.from_iterable(files)
     placed = _with_an_answer(itertools.islice(read, limit))

@@ -45,7 +45,7 @@ from recipes_lib.workflows.finetune.shards import at_rest
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One optimizer step, as it went."""
+    """One step of the loop, as it went."""
 
     number: int
     loss: float  # nats per target

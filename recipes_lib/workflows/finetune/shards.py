@@ -74,7 +74,7 @@ def in_shards(
 
 
 def gathered(model: Any, modules: Any, *, frozen: bool) -> Any:
-    """`modules` with the tensors of `model` in host memory on rank 0, to be saved.
+    """From shards: `modules` with the tensors of `model` in host memory on rank 0, to be saved.
 
     Args:
         frozen: with what is frozen, too; else those tensors have no data.

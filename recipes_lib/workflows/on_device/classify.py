@@ -189,7 +189,7 @@ def shifted(images: Tensor, *, most: int, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def multiply_adds(model: nn.Module, example: Tensor) -> int:
-    """Multiplications of the convolutions and linear layers of `model` for `example`, counted.
+    """Multiplications of a classifier's convolutions and linear layers for `example`, counted.
 
     Each of them goes with one addition. A forward of `example` [B, C, H, W] runs, and every layer
     is asked how large its output is: so a layer that runs twice counts twice, and pruned layers

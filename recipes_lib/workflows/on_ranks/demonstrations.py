@@ -67,7 +67,7 @@ def who_is_there() -> list[tuple[int, int, float]]:
 
 
 def ring_by_hand() -> float:
-    """A ring of sends against the all-reduce of the library."""
+    """Shown on ranks: a ring of sends against the all-reduce of the library."""
     ours = torch.randn(1024, device=group_device()) + rank()
     theirs = ours.clone()
     ring_all_reduce(ours)
@@ -122,7 +122,7 @@ def _small_llama(sizes: dict[str, int], tokens: int) -> Any:
 
 
 def _rows_of_this_rank(rows: int, tokens: int) -> Batch:
-    """Of one batch of all ranks."""
+    """For a demonstration: this rank's rows of one batch of all ranks."""
     (batch,) = byte_batches(steps=1, rows=rows, tokens=tokens)
     return own_rows(batch)
 

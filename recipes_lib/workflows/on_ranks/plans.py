@@ -48,7 +48,7 @@ class RankPlan(NamedTuple):
 def plan_of(
     strategy: str, model: Any, *, rows: int, tokens: int, ranks: int, micro_batches: int = 4
 ) -> RankPlan:
-    """The plan of `model`, which is whole and on one rank, for a batch of `rows` x `tokens`.
+    """The plan of a strategy: what `model`, whole on one rank, keeps and sends for such a batch.
 
     Raises ValueError for an unknown strategy, and for numbers that it cannot divide.
     """

@@ -71,7 +71,7 @@ def adamw(parameters: Any, options: Options) -> torch.optim.Optimizer:
 
 
 def own_rows(batch: Batch, *, mesh: Any = None) -> Batch:
-    """The rows of this rank, on its device."""
+    """For a strategy: the rows of this rank, on its device."""
     rows = rank_rows(len(batch["input_ids"]), mesh=mesh)
     return {name: tensor[rows].to(group_device()) for name, tensor in batch.items()}
 

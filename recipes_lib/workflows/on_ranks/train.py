@@ -216,7 +216,7 @@ class PeakOfRank(NamedTuple):
 
 
 def sharded_peak(*, shape: str, layers: int | None, ranks: int, tokens: int) -> PeakOfRank:
-    """One row of `tokens` per rank, in fp32 with AdamW; nothing is allocated.
+    """The peak of FSDP with one row of `tokens` per rank, in fp32 with AdamW; on shapes alone.
 
     Args:
         shape: a key of `core.model.SHAPES`.

@@ -89,7 +89,7 @@ class Diagnosis:
         return "\n".join(_in_80_columns(line, "") for line in self.tried.check())
 
     def __repr__(self) -> str:
-        """For a terminal of 80 columns: what to try and its peak, and below it the rest."""
+        """The doctor's answer in 80 columns: what to try and its peak, and below it the rest."""
         lines = [_in_80_columns(finding, "") for finding in self.findings]
         for remedy in self.remedies:
             lines.append(_in_80_columns(": ".join(filter(None, [remedy.name, remedy.outcome])), ""))

@@ -43,7 +43,7 @@ Stack = tuple[str, ...]  # names of recipes that are applied together
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to apply together. Without a model there are no peaks: then `peak` is None."""
+    """A remedy: what to apply together. Without a model there are no peaks: then `peak` is None."""
 
     name: str
     costs: str = ""
@@ -55,7 +55,7 @@ class Remedy:
 
     @property
     def outcome(self) -> str:
-        """The predicted peak, and whether it fits: "about 16.5 GiB, fits"."""
+        """A remedy's predicted peak, and whether it fits: "about 16.5 GiB, fits"."""
         if self.peak is None:
             return ""
         verdict = "fits" if self.fits else "too much"
@@ -119,7 +119,7 @@ PAID = ("16-bit AdamW", "8-bit AdamW", "step in backward", "optimizer offload", 
 
 @dataclass(frozen=True)
 class Question:
-    """The step that has to fit: of which model, on which batch, in which memory."""
+    """What needs a remedy: the step that has to fit, its model, its batch, the memory."""
 
     model: Any
     rows: int  # of all GPUs together
@@ -157,7 +157,7 @@ def prices_of(question: Question) -> list[Stack]:
 
 
 def stacks_of(question: Question, paid: Stack) -> list[Stack]:
-    """The recipes that are paid with those that are free, from cheap to dear."""
+    """Remedies as stacks: recipes that are paid with those that are free, from cheap to dear."""
     unfit = {name for name in RECIPES if name not in question.recipes}
     # A step in backward leaves no gradients to add up.
     if question.own_rows == 1 or "step in backward" in paid:
