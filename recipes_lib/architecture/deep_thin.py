@@ -77,7 +77,7 @@ def choose_proportions(
         if middle < 1:
             break  # wider ones have nothing left for the feed-forward
         proportions = Proportions(layers, hidden, middle, heads, kv_heads)
-        if best is None or _from_usual(proportions) < _from_usual(best):
+        if best is None or _from_usual_proportions(proportions) < _from_usual_proportions(best):
             best = proportions
     if best is None or not 1 <= best.intermediate_size / best.hidden_size <= 5:
         raise ValueError(
@@ -103,7 +103,7 @@ def deep_thin_model(*, weights: int, layers: int, vocabulary: int, **options: An
     return LlamaForCausalLM(config)
 
 
-def _from_usual(proportions: Proportions) -> float:
+def _from_usual_proportions(proportions: Proportions) -> float:
     return abs(proportions.intermediate_size / proportions.hidden_size - 8 / 3)
 
 

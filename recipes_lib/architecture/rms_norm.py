@@ -77,11 +77,11 @@ LAST_PROJECTIONS = {"o_proj", "out_proj", "c_proj", "dense", "dense_4h_to_h", "d
 LAST_PROJECTIONS |= {"fc2", "fc_out"}
 
 
-def _promise(*, exact: bool = True, keep_bias: bool = True) -> Limits:
+def _promise_of_rms_norm(*, exact: bool = True, keep_bias: bool = True) -> Limits:
     return Limits("rounds", TOLERANCE) if exact else Limits("changes")
 
 
-@proves(_promise)
+@proves(_promise_of_rms_norm)
 def apply_rms_norm(model: Any, *, exact: bool = True, keep_bias: bool = True) -> Any:
     """Replace every LayerNorm of the residual stream by an RMSNorm, in place; returns `model`.
 

@@ -46,12 +46,12 @@ def tied_logits(hidden: Tensor, embedding: nn.Embedding) -> Tensor:
 KEEP = ("equal", "embedding", "output")
 
 
-def _promise(*, keep: str = "equal") -> Limits:
+def _promise_of_tied_table(*, keep: str = "equal") -> Limits:
     promise = "function" if keep == "equal" else "changes"
     return Limits(promise)
 
 
-@proves(_promise)
+@proves(_promise_of_tied_table)
 def apply_tied_embeddings(model: Any, *, keep: str = "equal") -> Any:
     """Let the output layer share the weights of the embedding, in place; returns `model`.
 

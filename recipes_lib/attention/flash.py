@@ -243,7 +243,7 @@ def _what_keeps_kernel(model: Any, kernel: str, dtype: torch.dtype | None) -> st
         return f"cannot cap scores (attn_logit_softcapping={cap})"
     if drops and "dropout" not in able.extras:
         return "has no attention dropout"
-    if not _is_installed(kernel):
+    if not _is_kernel_installed(kernel):
         return "is not installed"
     if not _is_supported(model, kernel):
         return "is not supported by this model"
@@ -266,7 +266,7 @@ def _cuda_generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def _is_installed(kernel: str) -> bool:
+def _is_kernel_installed(kernel: str) -> bool:
     from transformers.utils import is_flash_attn_3_available, is_flash_attn_greater_or_equal
 
     if kernel == "flash_attention_3":

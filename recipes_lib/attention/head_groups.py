@@ -120,7 +120,7 @@ class InHeadGroups:
         total = _Sum()
         if needs_backward(self, hidden_states):
             refuse_selective_checkpointing(parts="groups", mixin=InHeadGroups)
-            same_for_all = partial(_repeated, times=self.head_groups)
+            same_for_all = partial(_once_for_each_group, times=self.head_groups)
             run_recomputed_parts(of_group, hidden_states, split=same_for_all, take=total.add)
         else:
             for group in range(self.head_groups):
@@ -140,7 +140,7 @@ class _Sum:
             self.value.add_(summand)
 
 
-def _repeated(hidden: Tensor, *, times: int) -> list[Tensor]:
+def _once_for_each_group(hidden: Tensor, *, times: int) -> list[Tensor]:
     return [hidden] * times
 
 
@@ -154,10 +154,10 @@ def of_one_group(attention: nn.Module, group: int, groups: int) -> nn.Module:
     for name in INPUTS:
         projection = getattr(attention, name)
         own[name] = partial(
-            _some_rows, projection, _share_of(projection.out_features, group, groups)
+            _some_rows, projection, _share_of_group(projection.out_features, group, groups)
         )
     projection = getattr(attention, OUTPUT)
-    columns = _share_of(projection.in_features, group, groups)
+    columns = _share_of_group(projection.in_features, group, groups)
     # The bias is added once, with the first group.
     own[OUTPUT] = partial(_some_columns, projection, columns, with_bias=group == 0)
     for name in COUNTS:
@@ -166,7 +166,7 @@ def of_one_group(attention: nn.Module, group: int, groups: int) -> nn.Module:
     return stand_in
 
 
-def _share_of(features: int, group: int, groups: int) -> slice:
+def _share_of_group(features: int, group: int, groups: int) -> slice:
     size = features // groups
     return slice(group * size, (group + 1) * size)
 

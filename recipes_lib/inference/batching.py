@@ -82,13 +82,13 @@ def generate_batch(
         tokens = logits.argmax(-1)  # [B, 1]
         for answer, token in zip(answers, tokens[:, 0].tolist()):
             # A row that has ended is computed on, because a batch keeps its shape.
-            if not _has_ended(answer, new_tokens, stop):
+            if not _row_has_ended(answer, new_tokens, stop):
                 answer.append(token)
-        if all(_has_ended(answer, new_tokens, stop) for answer in answers):
+        if all(_row_has_ended(answer, new_tokens, stop) for answer in answers):
             return answers
 
 
-def _has_ended(answer: list[int], new_tokens: int, stop: Collection[int]) -> bool:
+def _row_has_ended(answer: list[int], new_tokens: int, stop: Collection[int]) -> bool:
     return len(answer) == new_tokens or (len(answer) > 0 and answer[-1] in stop)
 
 

@@ -253,6 +253,7 @@ class StreamedWeights:
     """The weights of all blocks: away, on their way, or in their place."""
 
     def __init__(self, places: list[list[Place]], store: Store) -> None:
+        """Send the weights of all blocks to the store; they come back by number."""
         self._places = places
         self._store = store
         self._on_their_way: set[int] = set()

@@ -87,6 +87,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
     # What all have in common.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters that this AdamW trains; others are refused."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]  # the optimizer has filled in the defaults by now
         self.check_group(group)
@@ -206,6 +207,7 @@ class _RoundingBits:
         return random_bits(2 * self._size, generator=self._generator)
 
     def some(self, count: int) -> torch.Tensor:
+        """Bits for the stochastic rounding of `count` numbers."""
         place = int(torch.randint(self._size, (), generator=self._places))
         return self._bits[place : place + count]
 

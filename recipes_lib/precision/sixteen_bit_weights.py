@@ -163,7 +163,7 @@ class SixteenBitLinear(nn.Linear):
 
 
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The CPU's product for one row, with x [..., K] in the dtype of `weight`: [..., N]."""
+    """16-bit weights times one row, with x [..., K] in the dtype of `weight`: [..., N]."""
     rows = x.to(weight.dtype)
     if weight.dtype is torch.bfloat16:
         with _without_onednn():

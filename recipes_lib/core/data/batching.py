@@ -32,15 +32,15 @@ def collate(
         length = longest
     check_whole(least=longest, length=length)
 
-    def padded(column: str, fill: int) -> torch.Tensor:  # [B, S]
+    def right_padded(column: str, fill: int) -> torch.Tensor:  # [B, S]
         values = [row[column] for row in rows]
         return torch.tensor(
             [[*value, *[fill] * (length - len(value))] for value in values], device=device
         )
 
     return {
-        "input_ids": padded("input_ids", pad_token_id),
-        "labels": padded("labels", IGNORED),
+        "input_ids": right_padded("input_ids", pad_token_id),
+        "labels": right_padded("labels", IGNORED),
     }
 
 

@@ -74,7 +74,7 @@ def written(
     """
     if not getattr(tokenizer, "chat_template", None):
         _check_plain(messages, tools)
-    forms = FORMS if any(map(_has_forms, messages)) else FORMS[:1]
+    forms = FORMS if any(map(_template_may_have_forms, messages)) else FORMS[:1]
     reasons = []
     for form in forms:
         turns = [form(turn) for turn in messages]
@@ -93,7 +93,7 @@ def _answers_in_text(
     found = []
     for place, turn in enumerate(given):
         is_learnt = place in places
-        if not is_learnt and not _has_forms(turn):
+        if not is_learnt and not _template_may_have_forms(turn):
             continue
         question, text = _borders_of_answer(tokenizer, turns, tools, place)
         if is_learnt:
@@ -222,7 +222,7 @@ def _with_its_thinking(turn: Turn, asked: str, text: str) -> str | None:
 # --- the forms of a turn --------------------------------------------------------------------------
 
 
-def _has_forms(turn: Turn) -> bool:
+def _template_may_have_forms(turn: Turn) -> bool:
     return bool(turn.get("tool_calls") or turn.get("reasoning_content"))
 
 
@@ -333,7 +333,7 @@ def _check_turn_is_written(turn: Turn, text: str, number: int, *, thinking: bool
         function = call["function"]
         # What Python prints for an object is not what a tool reads.
         printed = isinstance(function["arguments"], dict) and str(function["arguments"]) in text
-        lost = [leaf for leaf in _leaves_of_call(function) if not _stands_in(leaf, text)]
+        lost = [leaf for leaf in _leaves_of_call(function) if not _is_written_in(leaf, text)]
         if lost or (printed and function["arguments"]):
             raise ValueError(
                 f"the chat template leaves out a part of `tool_calls` of turn {number} (from 0), "
@@ -353,6 +353,6 @@ def _leaves_of_call(value: Any) -> list[Any]:
     return [value]
 
 
-def _stands_in(leaf: Any, text: str) -> bool:
+def _is_written_in(leaf: Any, text: str) -> bool:
     forms = [str(leaf), json.dumps(leaf), json.dumps(leaf, ensure_ascii=False)]
     return any(form in text or form[1:-1] in text for form in forms if form.strip('"'))

@@ -67,7 +67,7 @@ def pair_of(row: Any) -> tuple[Pair, str]:
     if not isinstance(row, dict):
         raise ValueError(f"a row is {shown(row)}; {NEEDED}")
     columns = _Columns(row)
-    _refuse_what_is_elsewhere(columns.left)
+    _refuse_columns_for_elsewhere(columns.left)
     if columns.have("messages"):
         pair: Pair = {"messages": _conversation(columns.take("messages"))}
     elif columns.have("prompt") and columns.have("completion"):
@@ -131,12 +131,12 @@ class _Columns:
 def _conversation(value: Any) -> list[Turn]:
     """The turns in the columns of a row; those of ms-swift's rounds, too: [{"human": …}]."""
     turns = from_text(value)
-    if isinstance(turns, list) and all(_is_a_round(turn) for turn in turns):
+    if isinstance(turns, list) and all(_is_round_in_column(turn) for turn in turns):
         turns = [{"role": role, "content": text} for turn in turns for role, text in turn.items()]
     return turns_of(turns)
 
 
-def _is_a_round(turn: Any) -> bool:
+def _is_round_in_column(turn: Any) -> bool:
     return isinstance(turn, dict) and set(turn) in ({"human", "assistant"}, {"user", "assistant"})
 
 
@@ -144,7 +144,7 @@ def _prompt_and_completion(columns: _Columns) -> Pair:
     """A pair of texts, or a conversation in two lists of turns, as TRL has them."""
     asked = from_text(columns.peek("prompt"))
     answered = from_text(columns.peek("completion"))
-    if _are_turns(asked) and _are_turns(answered):
+    if _column_holds_turns(asked) and _column_holds_turns(answered):
         columns.take("prompt")
         columns.take("completion")
         # TRL learns the completion, and no answer before it.
@@ -157,7 +157,7 @@ def _prompt_and_completion(columns: _Columns) -> Pair:
     return {"prompt": prompt, "completion": columns.take_text("completion")}
 
 
-def _are_turns(value: Any) -> bool:
+def _column_holds_turns(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
@@ -171,7 +171,7 @@ def _with_surroundings(pair: Pair, columns: _Columns) -> Pair:
         return pair
     turns = pair.get("messages")
     if turns is None:
-        turns = _round(pair["prompt"], pair["completion"])
+        turns = _round_of_row(pair["prompt"], pair["completion"])
     if columns.have("history"):
         turns = [*_history(columns.take("history")), *turns]
     if columns.have("system"):
@@ -181,17 +181,17 @@ def _with_surroundings(pair: Pair, columns: _Columns) -> Pair:
     return {"messages": turns}
 
 
-def _round(question: str, answer: str) -> list[Turn]:
+def _round_of_row(question: str, answer: str) -> list[Turn]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _history(value: Any) -> list[Turn]:
     """A column of earlier rounds: [[question, answer], …] as Alpaca's, or turns. All are learnt."""
     rounds = from_text(value)
-    if _are_turns(rounds):
+    if _column_holds_turns(rounds):
         return _conversation(rounds)
     try:
-        turns = [turn for question, answer in rounds for turn in _round(question, answer)]
+        turns = [turn for question, answer in rounds for turn in _round_of_row(question, answer)]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"`history` is {shown(rounds)}: give pairs of a question and an answer"
@@ -216,7 +216,7 @@ def _with_system(turns: list[Turn], system: str) -> list[Turn]:
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def _refuse_what_is_elsewhere(given: dict[str, Any]) -> None:
+def _refuse_columns_for_elsewhere(given: dict[str, Any]) -> None:
     for reason, names in ELSEWHERE.items():
         for name in names:
             if name in given:
@@ -244,7 +244,7 @@ def _repeats(value: Any, texts: list[str]) -> bool:
         # One of the texts; or all of them in one, as Alpaca's `text`.
         parts = "\n\n".join(texts).split("\n\n")
         return value.strip() in ("", *texts) or all(part.strip() in value for part in parts)
-    if _are_turns(value):
+    if _column_holds_turns(value):
         said = [turn.get("content", turn.get("value")) for turn in value]
         return all(str(text).strip() in texts for text in said)
     return False

@@ -70,12 +70,12 @@ class Values(TorchDispatchMode):
         leaves = [self._twin_of(leaf) for leaf in leaves]
         known = self._known_inputs(func, leaves)
         if known is not None and func is aten.equal.default:
-            return _for_real(func, known, form)
+            return _on_known_values(func, known, form)
         if func is aten.equal.default:
             return True
         if known is not None and torch.Tag.dynamic_output_shape in func.tags:
             # How long the result is depends on values, so it has to be computed first.
-            out = tree_map_only(torch.Tensor, self._fake_of, _for_real(func, known, form))
+            out = tree_map_only(torch.Tensor, self._fake_of, _on_known_values(func, known, form))
         else:
             args, kwargs = tree_unflatten(leaves, form)
             out = func(*args, **kwargs)
@@ -125,9 +125,9 @@ class Values(TorchDispatchMode):
     ) -> None:
         """Give the outputs their values, or take those of a tensor that was written to."""
         made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
-        if known is not None and made and all(map(_worth_knowing, made)):
+        if known is not None and made and all(map(_values_worth_knowing, made)):
             # A collective also returns its work, and in a pretended group the values of this rank.
-            real = tree_leaves(_for_real(func, known, form))
+            real = tree_leaves(_on_known_values(func, known, form))
             values = [each for each in real if isinstance(each, torch.Tensor)]
             for fake, value in zip(made, values, strict=True):
                 fake.known = value
@@ -192,7 +192,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-def _for_real(func: Any, leaves: list[Any], form: Any) -> Any:
+def _on_known_values(func: Any, leaves: list[Any], form: Any) -> Any:
     args, kwargs = tree_unflatten(leaves, form)
     with unset_fake_temporarily(), torch.no_grad():
         return func(*args, **kwargs)
@@ -202,7 +202,7 @@ def _of_whole_numbers(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _worth_knowing(tensor: torch.Tensor) -> bool:
+def _values_worth_knowing(tensor: torch.Tensor) -> bool:
     if is_traceable_wrapper_subclass(tensor):
         return False
     return (_of_whole_numbers(tensor) and tensor.numel() <= MOST_KNOWN) or tensor.numel() == 1

@@ -92,11 +92,11 @@ def machine() -> Machine:
     if wanted:
         check_choice(TIERS, RECIPES_TIER=wanted)
     if wanted != "cpu" and torch.cuda.is_available():
-        return _gpu(wanted)
+        return _gpu_machine(wanted)
     if wanted in ("", "cpu"):
         if not wanted and NVIDIA_DRIVER.exists():
             _warn_of_unseen_gpu()
-        return _cpu()
+        return _cpu_machine()
     raise ValueError(
         f"RECIPES_TIER={wanted!r} needs a CUDA device and torch sees none; use RECIPES_TIER=cpu"
     )
@@ -131,7 +131,7 @@ def _let_segments_grow() -> None:
         torch.cuda.memory._set_allocator_settings(settings)
 
 
-def _gpu(tier: str) -> Machine:
+def _gpu_machine(tier: str) -> Machine:
     """The first CUDA device, as of the tier named, or of the one that its memory suggests."""
     _let_segments_grow()
     properties = torch.cuda.get_device_properties(0)
@@ -155,7 +155,7 @@ def _tier_of(memory_bytes: int) -> str:
     return "gpu80"
 
 
-def _cpu() -> Machine:
+def _cpu_machine() -> Machine:
     avx512_bf16 = torch.cpu._is_avx512_bf16_supported()
     amx = torch.cpu._is_amx_tile_supported()
     return Machine(

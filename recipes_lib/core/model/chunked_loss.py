@@ -156,6 +156,7 @@ class LayerProducts:
     """An output layer in the dtype of its products: `factors` [V, D], `addend` [V] or None."""
 
     def __init__(self, layer: OutputLayer, products: torch.dtype, sums: torch.dtype) -> None:
+        """What all chunks multiply with, in the dtype of their products."""
         self.factors = layer.weight.to(products)
         self.addend = None
         if layer.bias is not None:

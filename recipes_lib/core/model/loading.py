@@ -39,7 +39,7 @@ def load_model(
     with _explained_file_error("a causal language model", name, where), quiet():
         # transformers also looks for an adapter beside the model: that needs the options, too.
         model = AutoModelForCausalLM.from_pretrained(
-            where, dtype=dtype, adapter_kwargs=local, **_how_to_fetch(where)
+            where, dtype=dtype, adapter_kwargs=local, **_options_of_loading(where)
         )
     sentence = slow_recurrence(model)
     if sentence:
@@ -60,7 +60,7 @@ def load_config(name: str = "smollm2") -> Any:
 
     where = resolve(name)
     with _explained_file_error("a causal language model", name, where):
-        return AutoConfig.from_pretrained(where, **_how_to_fetch(where))
+        return AutoConfig.from_pretrained(where, **_options_of_loading(where))
 
 
 def model_without_weights(name: str = "smollm2", *, dtype: torch.dtype = torch.float32) -> Any:
@@ -97,7 +97,7 @@ def load_tokenizer(name: str = "smollm2") -> Any:
         name = "smollm2"  # random weights for its tokens
     where = resolve(name)
     with _explained_file_error("a tokenizer", name, where):
-        tokenizer = AutoTokenizer.from_pretrained(where, **_how_to_fetch(where))
+        tokenizer = AutoTokenizer.from_pretrained(where, **_options_of_loading(where))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -121,7 +121,7 @@ def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
     return {name for name, _ in model.named_parameters() if named.search(name)}
 
 
-def _how_to_fetch(where: str) -> dict[str, Any]:
+def _options_of_loading(where: str) -> dict[str, Any]:
     # Code from a stranger's folder is refused: by default the libraries would ask whether to run
     # it, and a program that runs alone would wait for the answer.
     return {"local_files_only": offline(where), "trust_remote_code": False}

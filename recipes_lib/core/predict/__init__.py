@@ -98,7 +98,7 @@ def predict(
     check_whole(ranks=ranks)
     if dry():
         raise ValueError("this is a dry run already: call predict outside of it")
-    with _group_of(ranks), dry_run(), on_card(card), _explained():
+    with _pretended_group_of(ranks), dry_run(), on_card(card), _explained():
         on_cards_allocator = card is not None and allocator
         # In a group the first step plans operators on shards, on tensors of full size.
         if ranks == 1 and not on_cards_allocator:
@@ -113,7 +113,7 @@ def predict(
 
 
 @contextlib.contextmanager
-def _group_of(ranks: int) -> Iterator[None]:
+def _pretended_group_of(ranks: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return

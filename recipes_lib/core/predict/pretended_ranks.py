@@ -116,7 +116,7 @@ class _BucketsWithoutData:
             parameter.grad = place
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """All else that it does takes no memory."""
+        """On a pretended rank all else that buckets do takes no memory."""
         return _do_nothing
 
 

@@ -110,9 +110,9 @@ def _linear_of_decoder(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     outputs, inputs = weight.shape
     # "meta" takes no memory for the weights that are replaced at once.
     linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
-    linear.weight = _frozen_parameter(weight)
+    linear.weight = _frozen_for_decoding(weight)
     if bias is not None:
-        linear.bias = _frozen_parameter(bias)
+        linear.bias = _frozen_for_decoding(bias)
     return linear
 
 
@@ -128,7 +128,7 @@ def activation_of(act_fn: nn.Module) -> Callable[[Tensor], Tensor]:
     return act_fn
 
 
-def _frozen_parameter(tensor: Tensor) -> nn.Parameter:
+def _frozen_for_decoding(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 

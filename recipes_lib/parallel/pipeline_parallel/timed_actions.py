@@ -105,14 +105,17 @@ class TimedStage(PipelineStage):
     """PyTorch's stage, which tells the pipeline's clock what it computes."""
 
     def __init__(self, pipeline: Any, stage: Any, **options: Any) -> None:
+        """A stage whose actions are on the clock of `pipeline`."""
         super().__init__(stage, stage.number, **options)
         self.pipeline = pipeline
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch's forward of a micro-batch, on the clock."""
         with self._on_clock(FORWARD, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch's backward of a micro-batch, on the clock."""
         with self._on_clock(BACKWARD, bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 

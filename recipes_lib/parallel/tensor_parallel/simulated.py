@@ -31,6 +31,7 @@ class SimulatedMLP:
     gradient_error: float  # of the gradients of both matrices
 
     def __str__(self) -> str:
+        """The part of every simulated rank, and what their sum differs by."""
         lines = [f"{len(self.ranks)} ranks in this process, by {MODE}"]
         for number, rank in enumerate(self.ranks):
             lines.append(f"\nrank {number}")

@@ -30,6 +30,7 @@ class ReadyStep:
     """
 
     def __init__(self, build: Build) -> None:
+        """Build the step of a row of memory; take it until the optimizer has states."""
         self.alive_before = bytes_alive()
         self.model, self.optimizer, self._step = build()
         self.step()
@@ -65,6 +66,7 @@ class MemoryLadder(Ladder):
     timed = ("ratio", "seconds")
 
     def __init__(self, name: str) -> None:
+        """A ladder of bytes and seconds, with predictions and timelines."""
         super().__init__(name)
         self.predictions: dict[str, Prediction] = {}
         self.timelines: dict[str, Timeline] = {}

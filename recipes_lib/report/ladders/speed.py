@@ -36,6 +36,7 @@ class Writing:
     """
 
     def __init__(self, build: Callable[[], Write], new_tokens: int) -> None:
+        """Build what writes a row's text, and write it once."""
         self._write = build()
         self._new_tokens = new_tokens
         self.tokens = [int(token) for token in self._write(new_tokens)]  # warms up, too

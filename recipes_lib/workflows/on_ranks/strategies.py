@@ -84,6 +84,7 @@ def alone(model: Any, options: Options) -> Training:
     optimizer = adamw(model.parameters(), options)
 
     def step_alone(batch: Batch) -> float:
+        """A step of one process, which all strategies are compared with."""
         return rank_step(model, optimizer, [batch], max_norm=options.max_norm)
 
     return Training(model, optimizer, step_alone)
@@ -136,7 +137,7 @@ def tensor_parallel(model: Any, options: Options) -> Training:
     def tensor_parallel_step(batch: Batch) -> float:
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        _update_weights(model, optimizer, options)
+        _update_by_strategy(model, optimizer, options)
         return loss.item()
 
     return Training(model, optimizer, tensor_parallel_step)
@@ -157,7 +158,7 @@ def sharded_and_cut(model: Any, options: Options) -> Training:
         loss = model(**rows, num_items_in_batch=tokens, use_cache=False).loss
         # FSDP averages over the pairs, and the gradient of the whole batch is their sum.
         (loss * mesh["data"].size()).backward()
-        _update_weights(model, optimizer, options)
+        _update_by_strategy(model, optimizer, options)
         (total,) = sums_over_ranks(loss.item(), mesh=mesh["data"])
         return total
 
@@ -175,7 +176,7 @@ def context_parallel(model: Any, options: Options, *, kind: str) -> Training:
         loss = model(**part).loss  # of the own tokens, divided by the number of all
         loss.backward()
         sum_gradients(model)
-        _update_weights(model, optimizer, options)
+        _update_by_strategy(model, optimizer, options)
         return loss_of_all(model, loss)
 
     return Training(model, optimizer, context_parallel_step)
@@ -196,7 +197,7 @@ def pipeline(model: Any, options: Options) -> Training:
     return Training(torch.nn.ModuleList(stages.stages), optimizer, pipeline_step)
 
 
-def _update_weights(model: Any, optimizer: torch.optim.Optimizer, options: Options) -> None:
+def _update_by_strategy(model: Any, optimizer: torch.optim.Optimizer, options: Options) -> None:
     clip_gradients(model.parameters(), options.max_norm)
     optimizer.step()
     optimizer.zero_grad()

@@ -29,6 +29,7 @@ class Limits(NamedTuple):
     loss_bound: float | None = None
 
     def of(self, name: str, dtype: torch.dtype) -> float:
+        """How far two outcomes may differ in this number."""
         if self.promise == "changes":
             return float("inf")
         if name == "loss" and self.loss_bound is not None:
