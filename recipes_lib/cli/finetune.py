@@ -27,7 +27,7 @@ OUTPUT = "What is kept"
 AUTO = "auto"  # --seq-len: as long as the longest row
 REPLACED = 1  # tokens, until the rows are read
 STEPS = 50
-LONGEST_WAIT = datetime.timedelta(hours=2)
+LONGEST_WAIT = datetime.timedelta(hours=2)  # of the command's ranks for each other
 
 
 def _option(panel: str, text: str, *names: str) -> Any:

@@ -301,7 +301,7 @@ def quantized_layers(model: Any) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
-BLOCK_SIZES = (64, 32)  # weights that share a scale: the first that divides a row
+BLOCK_SIZES = (64, 32)  # NF4 weights that share a scale: the first that divides a row
 
 
 def block_size_of(name: str, layer: torch.nn.Module) -> int:

@@ -235,7 +235,7 @@ class Offloader:
 
 
 def weight_that_was_cast(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What stays: the parameter of which `tensor` is a copy in another dtype, also transposed."""
+    """What is not offloaded: the parameter of which `tensor` is a copy, perhaps transposed."""
     node = tensor.grad_fn
     while node is not None and node.name() in ("TBackward0", "TransposeBackward0"):
         node = node.next_functions[0][0]

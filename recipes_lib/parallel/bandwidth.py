@@ -48,7 +48,7 @@ from recipes_lib.core.ranks.collectives import all_gather, exchange, reduce_scat
 from recipes_lib.core.ranks.traffic import ring_bytes
 
 FP32_BYTES = 4
-ROUNDS = 5  # of which the fastest counts: whatever else runs can only slow them
+ROUNDS = 5  # of calls to time, the fastest counts: whatever else runs can only slow them
 ROUND_SECONDS = 0.05  # in which a small tensor is sent many times
 MOST_CALLS = 200  # in a round, of a tensor that is small
 

@@ -28,7 +28,7 @@ from recipes_lib.core.data.turns import (
     turns_of,
 )
 
-Pair = dict[str, Any]  # `prompt` and `completion`, or `messages` and `tools`, or `text`
+Pair = dict[str, Any]  # of columns: `prompt` and `completion`, or `messages` and `tools`, or `text`
 
 # What a column is for, and its names in public data sets; the first that is there counts.
 NAMES = {

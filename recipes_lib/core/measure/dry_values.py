@@ -87,7 +87,7 @@ class Values(TorchDispatchMode):
     def _tensor_of_numbers(self, func: Any, real: torch.Tensor) -> torch.Tensor:
         """What `torch.tensor([…])` makes of its numbers. Unlike a twin it is counted."""
         fake = func(real)
-        if type(real) is torch.Tensor and _of_whole_numbers(real):
+        if type(real) is torch.Tensor and _has_whole_values(real):
             fake.known = real
         return fake
 
@@ -103,7 +103,7 @@ class Values(TorchDispatchMode):
 
     def _fake_of(self, real: torch.Tensor) -> torch.Tensor:
         twin = active_fake_mode().from_tensor(real)
-        if _of_whole_numbers(real):
+        if _has_whole_values(real):
             twin.known = real
         return twin
 
@@ -158,7 +158,7 @@ class Values(TorchDispatchMode):
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The real tensor behind a fake one of whole numbers, if it is known."""
     if not isinstance(tensor, FakeTensor):
-        return tensor if type(tensor) is torch.Tensor and _of_whole_numbers(tensor) else None
+        return tensor if type(tensor) is torch.Tensor and _has_whole_values(tensor) else None
     known = getattr(tensor, "known", None)
     if known is None:
         known = tensor.constant  # PyTorch keeps that of a number in a tensor itself
@@ -198,14 +198,14 @@ def _on_known_values(func: Any, leaves: list[Any], form: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _of_whole_numbers(tensor: torch.Tensor) -> bool:
+def _has_whole_values(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _values_worth_knowing(tensor: torch.Tensor) -> bool:
     if is_traceable_wrapper_subclass(tensor):
         return False
-    return (_of_whole_numbers(tensor) and tensor.numel() <= MOST_KNOWN) or tensor.numel() == 1
+    return (_has_whole_values(tensor) and tensor.numel() <= MOST_KNOWN) or tensor.numel() == 1
 
 
 def _who_asks() -> tuple[str, bool]:

@@ -37,8 +37,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-Split = Callable[[Tensor], Sequence[Tensor]]
-Run = Callable[[int, Tensor], Tensor]
+Split = Callable[[Tensor], Sequence[Tensor]]  # a whole into its parts
+Run = Callable[[int, Tensor], Tensor]  # of a part by its number
 
 
 # torch.compile would trace `_SaveInput` into a node of its own, without `split` and `parts`.

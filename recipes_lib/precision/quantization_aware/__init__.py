@@ -293,7 +293,7 @@ def _mixin(layer: nn.Module) -> type | None:
 @torch.no_grad()
 def _put_on_grids(model: Any, *, by: str) -> Any:
     """Each weight becomes what is left of it on its grid; nothing of the model trains."""
-    for layer in _convolutions(model):
+    for layer in _aware_convolutions(model):
         if layer.activation_bits is not None and not getattr(layer, LIMITS).isfinite().all():
             raise ValueError(
                 "a convolution has seen no batch, so there is no range of its input: train a step, "
@@ -323,14 +323,14 @@ def _put_on_grids(model: Any, *, by: str) -> Any:
 @torch.no_grad()
 def _observe(model: nn.Module, calibration: Tensor) -> None:
     """Let the grids of all convolutions have the ranges of these images."""
-    for layer in _convolutions(model):
+    for layer in _aware_convolutions(model):
         layer.observing = True
     with evaluating(model):
         for images in calibration.split(IMAGES_AT_A_TIME):
             model(images)
-    for layer in _convolutions(model):
+    for layer in _aware_convolutions(model):
         layer.observing = False
 
 
-def _convolutions(model: nn.Module) -> list[AwareConv2d]:
+def _aware_convolutions(model: nn.Module) -> list[AwareConv2d]:
     return [layer for layer in model.modules() if isinstance(layer, AwareConv2d)]

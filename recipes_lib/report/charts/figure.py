@@ -33,7 +33,7 @@ from recipes_lib.report.style import INK, MARK, measured_here
 
 DPI = 110
 WIDTH = 8.4  # inches of a chart
-NARROW = 5.2  # of one whose words can also be read on a phone
+NARROW = 5.2  # inches of a chart whose words can also be read on a phone
 POINTS = 72  # per inch
 COLORS = 64  # of a picture
 
@@ -64,7 +64,7 @@ class Chart(Figure):
     message = ""
 
     def png(self) -> bytes:
-        """The picture, in few colours."""
+        """The figure as a picture, in few colours."""
         file = io.BytesIO()
         FigureCanvasAgg(self).print_png(file)
         few = Image.open(file).quantize(COLORS, method=Image.Quantize.FASTOCTREE)
@@ -73,7 +73,7 @@ class Chart(Figure):
         return file.getvalue()
 
     def save(self, path: Path | str) -> None:
-        """Write the picture."""
+        """Write the figure as a picture."""
         Path(path).write_bytes(self.png())
 
     # What Jupyter shows, by this name.

@@ -33,8 +33,8 @@ from recipes_lib.fine_tuning.completion_only_loss import check_labels
 from recipes_lib.workflows.finetune.settings import Settings
 
 HELD_OUT_EVERY = 10  # the first of every ten pairs
-FEW = 20  # texts, of which parts are held out instead
-SHOWN = 160  # characters of what is learnt of the first pair
+FEW = 20  # texts of a run, of which parts are held out instead
+SHOWN = 160  # characters of what a run learns of its first pair
 DEFAULT_LIMIT = 400  # pairs of the standard library
 
 

@@ -159,7 +159,7 @@ def _measured_in_step(training: Training) -> list[RankBytes]:
 def _of_the_fullest_rank(
     held: RankBytes, traffic: Traffic, losses: list[float], seconds: list[float]
 ) -> RankRun:
-    """The bytes of the rank that holds most; losses and times are those of every rank."""
+    """A training's bytes on the rank that holds most; losses and times are those of every rank."""
     of_all: list[Any] = [None] * world_size()
     distributed.all_gather_object(of_all, (held, traffic))
     fullest, its_traffic = max(of_all, key=lambda pair: _kept_bytes_of(pair[0]))
