@@ -283,7 +283,7 @@ def _add_stops(writer: Any, model: Any, tokenizer: Any) -> None:
 
 
 def _begins_a_text(tokenizer: Any) -> bool:
-    """Whether llama.cpp has to put a first token before each text, as Llama 3's tokenizer."""
+    """Whether llama.cpp has to put a first token before each text, as Llama 3's tokenizer does."""
     if tokenizer.bos_token_id is None:
         return False
     ids = tokenizer("a")["input_ids"]
