@@ -213,7 +213,7 @@ class _RoundingBits:
 
 
 def averages(parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """The averages in bf16 of an AdamW before its first step."""
+    """The states of an AdamW with numbers in bf16, before its first step."""
     like = {"dtype": dtype, "device": parameter.device}
     return {
         "step": 0,

@@ -202,7 +202,7 @@ def _causal_attentions(model: Any) -> list[tuple[int, nn.Module]]:
 
 
 def _refuse_other_masks(model: Any) -> None:
-    """Raise ValueError for masks beside a window that few tokens do not show, as of chunks."""
+    """Raise ValueError for masks beside a window that a few tokens do not show: of chunks."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     for layer, _ in _causal_attentions(model):

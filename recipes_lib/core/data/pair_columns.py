@@ -186,7 +186,7 @@ def _round_of_row(question: str, answer: str) -> list[Turn]:
 
 
 def _history(value: Any) -> list[Turn]:
-    """A column of earlier rounds: [[question, answer], …] as Alpaca's, or turns. They are learnt."""
+    """A column of earlier rounds: [[question, answer], …] as Alpaca's, or turns, all learnt."""
     rounds = from_text(value)
     if _column_holds_turns(rounds):
         return _conversation(rounds)

@@ -114,7 +114,7 @@ def dry_run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def out_of_the_collectors_sight() -> Iterator[None]:
-    """For a fast dry run: the collector forgets the objects that are there, until the end of this.
+    """For a fast dry run: the collector forgets the objects that are there, until this ends.
 
     `PeakMemory` walks through all objects to find the tensors that are alive. In a dry run only
     its fake tensors count, and they are made inside: older objects need no look.

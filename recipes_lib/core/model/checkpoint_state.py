@@ -118,7 +118,7 @@ def optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, s
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's class in a checkpoint, and of one inside, as `optimizer_in_backward` has."""
+    """The optimizer's class in a checkpoint, and that of one inside it, as in backward."""
     inside = getattr(optimizer, "optimizer", None)
     if isinstance(inside, torch.optim.Optimizer):
         return f"{type(optimizer).__name__} of {type(inside).__name__}"
