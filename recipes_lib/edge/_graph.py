@@ -33,6 +33,7 @@ class LogitsOnly(nn.Module):
         self.training = model.training
 
     def forward(self, *inputs: Tensor) -> Any:
+        """What a graph returns: logits, and not the object of transformers."""
         output = self.model(*inputs)
         return getattr(output, "logits", output)
 

@@ -223,7 +223,7 @@ class Place:
         self._module._parameters[self._name] = self._parameter_like(weight)
 
     def clear(self) -> None:
-        """Leave a parameter without data in its place."""
+        """Leave a parameter without data in the place of the streamed weight."""
         self.saved.free()
         self._module._parameters[self._name] = self._empty
 

@@ -63,7 +63,7 @@ class PackedLinear(nn.Module):
         destination[prefix + self.in_a_file] = self.plain()
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *others: Any) -> None:
-        """Take the whole numbers from a file, which has them in plain order."""
+        """Pack the whole numbers of a file, which has them in plain order."""
         # Without the whole numbers, which are no buffer of this layer: else they are unexpected.
         rest = dict(state_dict)
         plain = rest.pop(prefix + self.in_a_file, None)

@@ -83,7 +83,7 @@ def step_loader(
     ranks: int | None = None,
     workers: int = 0,
 ) -> DataLoader:
-    """Load this rank's part of the steps `start`, `start + 1`, … up to `steps`, in this order.
+    """Let processes load this rank's part of the steps `start`, `start + 1`, … up to `steps`.
 
     A batch depends on the step, the seed and the rank only. A run that goes on at step n passes
     `start=n`, with any number of workers. On another number of ranks a step has the same rows.
@@ -127,7 +127,7 @@ class StepData(Dataset):
     ranks: int
 
     def __getitem__(self, step: int) -> Batch:
-        """In a loading process: this rank's rows of a step, collated."""
+        """In a data-loading process: this rank's rows of a step, collated."""
         chosen = rows_of_step(
             step, rows=len(self.rows), rows_per_step=self.rows_per_step, seed=self.seed
         )
@@ -139,7 +139,7 @@ class StepData(Dataset):
 
 @contextlib.contextmanager
 def random_numbers_of(name: str) -> Iterator[None]:
-    """In a loading process: what is drawn depends on `name` alone, and nothing outside notices."""
+    """In a data-loading process: what is drawn depends on `name` alone; nothing outside notices."""
     outside = random.getstate()
     with torch.random.fork_rng(devices=[]):
         random.seed(name)

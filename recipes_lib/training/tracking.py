@@ -87,7 +87,7 @@ class Tracker(contextlib.AbstractContextManager):
     """A run being written. `with` closes it; after an error, MLflow and W&B record a failed run."""
 
     def log(self, step: int, **values: Any) -> None:
-        """Log numbers, or tensors of one element. NaN is kept: it is what one looks for."""
+        """Track numbers, or tensors of one element. NaN is kept: it is what one looks for."""
         raise NotImplementedError
 
     def flush(self) -> None:

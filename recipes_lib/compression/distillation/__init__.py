@@ -202,13 +202,13 @@ def _run_to_hidden(causal: Any, forward: Callable[[], Any], blocks: Iterable[int
     """Run teacher or student up to the output layer, and keep what the `blocks` returned."""
     kept: dict[int, Tensor] = {}
 
-    def keep(number: int, _block: nn.Module, _inputs: Any, output: Any) -> None:
+    def keep_hidden(number: int, _block: nn.Module, _inputs: Any, output: Any) -> None:
         kept[number] = output[0] if isinstance(output, tuple) else output
 
     with contextlib.ExitStack() as stack:
         for number in blocks:
             block = decoder_blocks(causal)[number]
-            stack.enter_context(block.register_forward_hook(partial(keep, number)))
+            stack.enter_context(block.register_forward_hook(partial(keep_hidden, number)))
         output, hidden = run_to_the_output_layer(causal, forward)
     layer = output_layer_of(causal)
     if not makes_plain_logits(output, hidden, layer):

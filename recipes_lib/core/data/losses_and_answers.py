@@ -145,7 +145,7 @@ def generate_answers(
     max_new_tokens: int = 32,
     batch_size: int = 20,
 ) -> list[str]:
-    """Answer greedily, in batches.
+    """Greedy answers to prompts, and to rows without their answers, in batches.
 
     The answers are those of one prompt at a time, but for ties that rounding decides in 16 bits.
     Prompts are questions, which get the chat template if there is one, or rows, whose answers are

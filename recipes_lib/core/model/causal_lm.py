@@ -103,7 +103,7 @@ def norms_of(module: nn.Module) -> list[nn.Module]:
 
 
 def leaf_names(module: nn.Module) -> set[str]:
-    """The last parts of the names of all modules inside: "q_proj" for "self_attn.q_proj"."""
+    """The last names of all modules in a causal LM or a part: "q_proj" for "self_attn.q_proj"."""
     return {name.rpartition(".")[2] for name, _ in module.named_modules()}
 
 

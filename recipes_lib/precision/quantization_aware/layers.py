@@ -260,7 +260,7 @@ class RoundedLinear(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of tokens and weight, none where rounding has cut off."""
+        """An aware layer's gradients of tokens and weight, none where rounding has cut off."""
         x, weight = ctx.saved_tensors
         tokens = x
         inside = None
