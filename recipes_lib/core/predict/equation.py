@@ -291,7 +291,7 @@ def with_chunked_loss(step: StepBytes) -> StepBytes:
 
 
 def with_states_in(step: StepBytes, *, bits: int) -> StepBytes:
-    """The equation with AdamW's averages in 16 bits, or in 8 but for those of the embedding."""
+    """AdamW's averages in 16 bits, or in 8 bits but for those of the embedding."""
     element = step.sizes.element
     in_fp32 = step.sizes.table // element if bits == 8 else 0
     numbers = step.weights // element - in_fp32
