@@ -32,7 +32,7 @@
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways, predicts the memory of each way, measures it, and checks that it is the same training: gradients, weights or loss are compared.
 #
-# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: ten to run on two CPU cores, forty to read. **Has run on** two CPU cores. A GPU gets larger sizes, and no GPU has run them yet.
+# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: ten to run on two CPU cores, about fifty to read. **Has run on** two CPU cores. A GPU gets larger sizes, and no GPU has run them yet.
 #
 # **In a hurry?** See [what fits your card](#What-fits-your-card), [which recipe when](#Which-recipe-when), and [lines to copy](#Take-this-home).
 #
@@ -289,11 +289,11 @@ timeline_chart(
 )
 
 # %% [markdown]
-# **The answer.** It falls until the embedding copies make the second tower: backward frees more activations than it makes gradients. (The curve counts the logarithms of the probabilities as activations. Their gradients are *other*, and so are embedding copies.)
+# **The answer.** It falls until the embedding copies make the second tower: backward frees more activations than it makes gradients. (The curve counts the logarithms of the probabilities as activations. *Other* are their gradients, those of the logits, and embedding copies.)
 #
 # **Part A** attacks the first tower, which grows with the tokens. In the prints it is called *backward begins* or *forward ends*. **Part B** attacks the second one, and the ground of both: weights and states.
 #
-# All bytes here are those of tensors. On a GPU leave a fifth more for holes between them, and half a GiB for CUDA itself.
+# All bytes here are those of tensors. On a GPU leave a fifth more for holes between them, and half a GiB for CUDA itself: a rule of thumb, which no card has checked here.
 #
 # ### Something small to try ideas on
 #
@@ -666,7 +666,7 @@ ladder.climb(
 towers("step in backward")
 
 # %% [markdown]
-# **The answer.** Of its 624 MiB of gradients and copies, 219 stay: the two parts of the embedding's gradient. Now the end of forward is higher, 1,882 MiB. There the loss in chunks has made the output layer's gradient already.
+# **The answer.** Of its 624 MiB of gradients and copies, 220 stay: the two parts of the embedding's gradient. Now the end of forward is higher, 1,882 MiB. There the loss in chunks has made the output layer's gradient already.
 #
 # **In your code.** Accumulation, clipping by the global norm and a loss scale find no gradients, and PyTorch raises no error. Ours refuses them.
 #
@@ -828,7 +828,7 @@ embedding = skeleton.get_input_embeddings().weight.numel()
 print(f"the embedding in 32 and 16 bits: {mib(4 * embedding)}, {mib(2 * embedding)}")
 
 # %% [markdown]
-# With the libraries, on the small model in a folder, where any name of the hub can stand. The row takes `apply_qlora`: the same for a model that is in memory already.
+# With the libraries, on the small model in a folder, where any name of the hub can stand. The row takes `apply_qlora`, which packs a model that is in memory already, and leaves the rest in the bits that it has: here 32, as peft's function would make them.
 
 # %%
 from peft import prepare_model_for_kbit_training
@@ -861,7 +861,7 @@ ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 # %% [markdown]
 # **The answer.** It rises, by 8 MiB. The blocks are 203 → 52, but `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding. It is 54 MiB larger, the loss makes a copy of it in 16 bits, and what enters each block has 32 bits, too. *Everything combined* below keeps it in 16 bits.
 #
-# **In your code.** Without `use_reentrant=False` no gradient reaches the first block. On CPUs with AVX512-BF16 one forward in evaluation mode makes bitsandbytes repack the weights for a kernel without a backward, so call `model.train()` first. `check_gradient_flow` sees both traps. Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room until `torch.cuda.empty_cache()`.
+# **In your code.** Without `use_reentrant=False` the first block gets a gradient only after `model.enable_input_require_grads()`: the functions of peft and transformers call it, a loop with `torch.utils.checkpoint` does not. On CPUs with AVX512-BF16 one forward in evaluation mode makes bitsandbytes repack the weights for a kernel without a backward, so call `model.train()` first. `check_gradient_flow` sees both traps. To keep the embedding in 16 bits, leave `prepare_model_for_kbit_training` out, load with `dtype=torch.bfloat16`, and switch checkpoints on yourself. Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room until `torch.cuda.empty_cache()`.
 #
 # ### 11. Layer streaming
 #
@@ -968,9 +968,9 @@ ratio = last.seconds / today.seconds
 print(f"everything combined beside QLoRA: {change:+.0%} memory, {ratio:.2f}× time")
 
 # %% [markdown]
-# Three of four keep it, and one of these trains all weights. With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it trains all weights, and is the fastest. With 1,117 take *8-bit AdamW in backward, compiled*. With 418 take *LoRA*. With less take *everything combined*. (It takes less time than LoRA, whose blocks are not compiled here.)
+# Three of four keep it, and one of these trains all weights. With room for 2,735 MiB take *16 bits, compiled, chunked loss*: it trains all weights, and is the fastest. With 1,117 take *8-bit AdamW in backward, compiled*. With 418 take *LoRA* if the loss counts most: after five steps it is lower than that of *everything combined*. With less take *everything combined*. (Four bits are not why it is faster than LoRA: LoRA's blocks are not compiled here.) Two times surprise, and nobody has looked for their cause: streaming from disk beats QLoRA, and LoRA takes longer than all weights with the same recipes.
 #
-# **Do four bits pay?** On this small model as the libraries do it, no: 426 MiB against LoRA's 418. With the embedding in 16 bits, yes: 267. The table below says when you need them: with 8 GiB from three billion weights on, with 16 GiB from eight. Their price before training is 3.68 → 4.08, for weights that come from a file of four bits and are rounded a second time. A model in 16 bits pays another one.
+# **Do four bits pay?** On this small model as the libraries do it, no: 426 MiB against LoRA's 418. With the embedding in 16 bits, yes: 267. The table below says when you need them: with 8 GiB for three billion weights, with 16 GiB from eight. Their price before training is 3.68 → 4.08, for weights that come from a file of four bits and are rounded a second time. A model in 16 bits pays another one.
 #
 # Each loss is of one run, at a rate that was not tuned; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming do not carry over to a GPU: here the disk is in free memory.
 #
@@ -1105,7 +1105,7 @@ print(f"limit {mib(limit)}: {expected} micro-batches predicted, {found} found")
 #
 # **An order to try.** Start with what changes nothing and costs little: bf16, a loss in chunks, checkpoints, micro-batches. If all weights have to train: 8-bit AdamW, then the step in backward, then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Before all that, [pack](../recipes_lib/training/sequence_packing.py) texts of unequal lengths: padding fills memory, too.
 #
-# *Here* is the recorded row against full fine-tuning in fp32, on two CPU cores; ¹ is on top of 16 bits, checkpoints and a loss in chunks.
+# *Here* is the recorded row against full fine-tuning in fp32, on two CPU cores; ¹ is on top of 16 bits, checkpoints and a loss in chunks. Recipes 1 to 7 had one turn each, beside the fastest of the baseline's four: their times are a first impression.
 #
 # | recipe | here | switch in the Trainer, or the call | not when |
 # |---|---|---|---|
@@ -1146,11 +1146,11 @@ for remedy in diagnosis.remedies:
 print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 
 # %% [markdown]
-# Lines without adapters train all weights in bf16, of which recipe 7 warns.
+# The line with the optimizer offload fits the card, and is passed over: look at what it asks of the host. Lines without adapters train all weights in bf16, of which recipe 7 warns.
 #
 # ## Take this home
 #
-# QLoRA by the libraries alone, but for the data and the measurement: write your model's name in place of `resolve(…)`, and your own rows. With rows of `messages` TRL trains on the prompt, too: set `assistant_only_loss=True`, or give rows with `prompt` and `completion`. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
+# QLoRA by the libraries alone, but for the data and the measurement: write your model's name in place of `resolve(…)`, and your own rows. With rows of `messages` TRL trains on the prompt, too: give rows with `prompt` and `completion`, or set `assistant_only_loss=True` where the chat template marks the answers. TRL trains the adapters of a model in four bits in bf16; our rows have them in fp32. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
 
 # %%
 from trl import SFTConfig, SFTTrainer
