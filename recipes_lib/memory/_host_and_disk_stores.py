@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from recipes_lib.core.checks import check_choice
-from recipes_lib.core.measure import dry
+from recipes_lib.core.measure.dry_run import dry, pretends_a_card
 
 # /tmp may be memory; /var/tmp is meant to survive a restart.
 DIRECTORY = "/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir()
@@ -210,12 +210,13 @@ Store = HostStore | DiskStore | NoStore
 def make_store(to: str, device: torch.device, directory: str | None) -> Store:
     """A store for tensors of this device: on the "host", or in a file on the "disk"."""
     check_choice(("host", "disk"), to=to)
+    on_a_card = device.type == "cuda" or pretends_a_card()
+    if to == "host" and not on_a_card:
+        raise ValueError(f"to='host': what is on {device} is there already; use to='disk'")
     if dry():
         return NoStore(device)
     if to == "disk":
         return DiskStore(device, directory_on_disk(directory))
-    if device.type != "cuda":
-        raise ValueError(f"to='host': what is on {device} is there already; use to='disk'")
     return HostStore(device)
 
 

@@ -121,6 +121,13 @@ def test_a_second_backward_must_be_announced(llama, batch):
         optimizer.step()
 
 
+def test_remove_gives_plain_training_back(llama, batch):
+    offload_optimizer(llama, allow_cpu=True, lr=1e-3).remove()
+    llama(**batch, use_cache=False).loss.backward()
+    assert all(parameter.grad is not None for parameter in llama.parameters())
+    assert not any(vars(parameter) for parameter in llama.parameters())  # no mark is left
+
+
 def test_model_and_masters_are_collected(batch):
     model = model_of_shape("tiny-llama", device="cpu")
     optimizer = offload_optimizer(model, allow_cpu=True, lr=1e-3)

@@ -70,12 +70,13 @@ def test_by_hand_the_batches_are_the_same_and_wait_for_the_step():
 
 @pytest.mark.parametrize(("rows", "workers"), [(ROWS, 2), (Dataset.from_list(ROWS), 0)])
 def test_a_run_that_starts_at_any_step_gets_the_batches_of_a_whole_run(rows, workers):
-    """The mistake: an order that depends on the steps before, or on the workers."""
+    """The mistake: an order that depends on the steps before, on the workers, or on no seed."""
     whole = numbers(steps_of())
     assert numbers(steps_of(rows, start=7, workers=workers)) == whole[7:]
     for epoch in (whole[:5], whole[5:10]):
         assert sorted(joined(epoch)) == list(range(40))
     assert whole[:5] != whole[5:10]
+    assert numbers(steps_of(seed=4)) != whole
 
 
 def test_a_step_has_the_same_rows_on_any_number_of_ranks():

@@ -7,7 +7,7 @@ kernels of flash-linear-attention take 0.70 s (transformers#48718). transformers
 the first forward, and not where its messages are off.
 
 A state also carries a text past any mask, so packed documents read each other, unless the kernel
-gets their borders by itself. `probe.documents` sees such a leak.
+gets their borders by itself. `probe.leak_between_documents` sees it.
 """
 
 from __future__ import annotations

@@ -292,9 +292,10 @@ def with_chunked_loss(step: StepBytes) -> StepBytes:
 
 def with_states_in(step: StepBytes, *, bits: int) -> StepBytes:
     """AdamW's averages in 16 bits, or in 8 bits but for those of the embedding."""
-    element = step.sizes.element
-    in_fp32 = step.sizes.table // element if bits == 8 else 0
-    numbers = step.weights // element - in_fp32
+    sizes = step.sizes
+    element = FP32 if sizes.frozen else sizes.element  # of what trains
+    in_fp32 = sizes.table // element if bits == 8 and not sizes.frozen else 0
+    numbers = step.states // (ADAMW * element) - in_fp32
     return replace(step, states=ADAMW * (numbers * bits // 8 + in_fp32 * FP32))
 
 

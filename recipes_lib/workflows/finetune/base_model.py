@@ -35,7 +35,7 @@ def placed(run: Settings) -> Settings:
     """The run with the place of its base: whole on each device, or in parts where it is too large.
 
     What counts is what stays on the device: weights, gradients and states, without activations.
-    Raises ValueError, before anything is loaded, for what does not fit or is not divided.
+    Raises ValueError for what does not fit, before anything is loaded.
     """
     here = machine()
     model = model_without_weights(run.base_model, dtype=_dtype_of_base(run))

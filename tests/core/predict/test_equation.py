@@ -123,6 +123,14 @@ def test_long_texts_in_fp32(stack, tokens):
     compare("smollm2-135m", stack, rows=1, length=tokens, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_adapters_alone_have_states(bits):
+    """The mistake: averages in few bits of all weights, where only adapters train."""
+    model = model_of_shape("smollm2-135m", dtype=torch.bfloat16, device="meta")
+    adapted = with_lora(equation.plain_step(model, rows=1, length=64))
+    assert equation.with_states_in(adapted, bits=bits).states == adapted.states * bits // 32
+
+
 @pytest.mark.survey
 @pytest.mark.parametrize(
     "stack", ["plain", "checkpointed", "chunked", "LoRA", "QLoRA, checkpointed"]
