@@ -95,7 +95,7 @@ def build_of(row: Published) -> Build:
 
         def step(model: Any, optimizer: Any) -> None:
             with offloading(model, row):
-                with torch.autocast("cpu", torch.float16, enabled=row.autocast == "fp16"):
+                with torch.autocast("cpu", AUTOCAST.get(row.autocast), enabled=bool(row.autocast)):
                     loss, logits = loss_of(model, ids, mask_of(row))
                 if not row.keeps_logits:
                     logits = None
@@ -196,6 +196,7 @@ LOSSES = {
     "shifted copy": loss_of_a_shifted_copy,
     "in chunks": loss_in_chunks,
 }
+AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 OPTIMIZERS = {
     "fused": partial(torch.optim.AdamW, fused=True),
     "foreach": partial(torch.optim.AdamW, foreach=True),
