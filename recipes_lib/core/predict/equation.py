@@ -291,7 +291,7 @@ def with_chunked_loss(step: StepBytes) -> StepBytes:
 
 
 def with_states_in(step: StepBytes, *, bits: int) -> StepBytes:
-    """AdamW's averages in 16 bits, or in 8 bits but for those of the embedding."""
+    """The equation with AdamW's averages in 16 bits, or in 8 but for those of the embedding."""
     sizes = step.sizes
     element = FP32 if sizes.frozen else sizes.element  # of what trains
     in_fp32 = sizes.table // element if bits == 8 and not sizes.frozen else 0
