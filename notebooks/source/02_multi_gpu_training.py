@@ -16,6 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/02_multi_gpu_training.ipynb)
 #
 # <!-- numbers:headline-02 -->
+# > **106 → 27 MiB per rank:** weights, gradients and optimizer states of one training, by one process and by 4 with FSDP × TP; FSDP alone on as many ranks keeps the same share, and tensor parallelism is there for layers that are too large. In 10 strategies, every loss is that of one process to 1e-06. Predictions are off by less than 0.1% for the bytes that a rank keeps, and by less than 0.1% for those that it sends, where both sides count the messages of each collective as a ring sends them: that no message is forgotten, and no measurement of a wire.
+# >
+# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
 # A model that trains on one GPU can train on many, in about a dozen ways. This notebook starts real processes that train together, on any machine. For each row of its table it predicts what a process keeps and sends, then measures both, and checks that the loss is the same number as that of one process.
