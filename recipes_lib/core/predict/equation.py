@@ -31,6 +31,7 @@ from recipes_lib.core.model.linears import is_linear
 
 FP32 = 4  # bytes
 CHUNK = 64 * 2**20  # bytes of logits and their gradients
+CHUNKS_SUMMED_IN_16_BITS = 16  # of a gradient of the output layer
 ADAMW = 2  # averages of each number that trains
 # Bytes per weight in NF4: half a byte for its code, a byte of scale per 64 weights, and a scale in
 # fp32 per 256 of those.
@@ -279,10 +280,14 @@ def with_chunked_loss(step: StepBytes) -> StepBytes:
     """The equation with a loss in chunks: 64 MiB of a chunk's logits and of their gradients.
 
     The gradients of the output layer and of what it reads [T, D] are whole. To that of a tied table
-    the second half is added in place: there is one copy.
+    the second half is added in place: there is one copy. In 16 bits more than sixteen chunks are
+    summed in fp32, beside the gradient that they become.
     """
     sizes = step.sizes
     of_table = 0 if sizes.frozen else sizes.table
+    in_16_bits = sizes.element < FP32
+    if in_16_bits and sizes.logits * sizes.element // FP32 > CHUNKS_SUMMED_IN_16_BITS * CHUNK:
+        of_table *= 3
     return replace(
         step,
         loss=min(CHUNK, 2 * sizes.logits) + 2 * sizes.inputs + of_table,
