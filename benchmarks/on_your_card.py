@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.record import keep
 from benchmarks.sizes import TIER_SIZES
-from recipes_lib.core.measure.machine import GIB, Sizes
+from recipes_lib.core.measure.machine import GIB, Sizes, fast
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict import CARDS, Card, Prediction, predict
 from recipes_lib.workflows.bench.run import Bench
@@ -39,7 +39,7 @@ def sizes_of(notebook: str) -> dict[str, Sizes]:
     def keep_them(**tiers: dict[str, Any]) -> None:
         found.update(tiers)
 
-    names = {"choose_sizes": keep_them, "GIB": GIB, "torch": torch}
+    names = {"choose_sizes": keep_them, "fast": fast, "GIB": GIB, "torch": torch}
     exec(compile(cell, str(source), "exec"), names)
     return {tier: Sizes(tier=tier, **found[tier]) for tier in TIERS}
 
