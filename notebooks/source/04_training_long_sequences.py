@@ -16,9 +16,9 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **895 → 92,965 tokens with five lines of code:** the longest text on which every weight of smollm2-135m trains within 4 GiB of tensors. All that transformers and TRL have switches for reaches 54,579, in the same precision: **1.7 times as long**. SDPA alone, the default, reaches 1,385.
+# > **895 → 92,965 tokens with five lines of code:** the longest text on which every weight of smollm2-135m trains within 4 GiB of tensors. All that transformers and TRL have switches for reaches 54,579, in the same bf16: **1.7 times as long**. Eager attention, where the rows begin, and SDPA alone, the default, with 1,385, are in fp32.
 # >
-# > **The price, all in bf16:** a real step of 2,048 tokens takes 1.39 times as long as the plain one, and 1.21 times as long as with those switches. In 16 steps of training no loss differs from that of the plain steps by more than 0.0007; plain steps in fp32 differ by 0.0018. A real step of 10,240 tokens takes 2,268 MiB (2,268 in a dry step) and 1.5 minutes. Predictions miss by 1.7% at most.
+# > **The price, all in bf16:** a real step of 2,048 tokens, inputs on disk, takes 1.39 times as long as the plain one, and 1.21 times as long as with those switches. In 16 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0007; plain steps in fp32 differ by 0.0018. A real step of 10,240 tokens takes 2,268 MiB (2,268 in a dry step) and 1.5 minutes. Predictions miss these counts by 1.7% at most.
 # >
 # > Lengths counted in dry steps, times measured, on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
@@ -39,13 +39,15 @@
 #     loss.backward()
 # ```
 #
+# On a T4, which has no bf16, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. **In a hurry?** [What to do](#My-card,-my-model,-my-length:-what-do-I-do?) with your card, model and length is one table.
+#
 # | | |
 # |---|---|
 # | **You will learn** | to predict the longest text that fits, and which recipe moves that limit |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | nine on two CPU cores |
 # | **Minutes to read** | about 35; ten up to *The map* |
-# | **Which hardware has run this** | two CPU cores, and two others for the curves of recipe 8. No GPU yet: cards are predicted, beside what others measured on them |
+# | **Which hardware has run this** | two CPU cores, and those of an AMD EPYC for the curves of recipe 8. No GPU yet: cards are predicted, beside what others measured on them |
 #
 # ## Setup
 #
@@ -167,7 +169,7 @@ def train(
 
 
 # %% [markdown]
-# The five lines as functions, so that rows of a table can share them. Beside them stands the strongest opponent: *all switches* that transformers and TRL have for long texts. They have no tiles, and wait for each copy. Their copies need a GPU, so here our own stand in.
+# The five lines as functions, so that rows of a table can share them. Beside them stands the strongest opponent: *all switches* that transformers and TRL have for long texts. They have no tiles, and wait for each copy. Their copies need a GPU, so here our own stand in, and so does our chunked loss, which takes fewer bytes here than TRL's.
 
 # %%
 from recipes_lib.architecture.rope import apply_rope_scaling, check_length
@@ -227,7 +229,7 @@ def text_of(tokens, start=0):
 
 
 # %% [markdown]
-# Real steps on real text, all in bf16: the plain one, all switches, the five lines, and the five lines on a long text. Two details. The first step of AdamW makes its averages, so a short step with a learning rate of 0 comes before. And the model knows 8,192 positions. For more, YaRN (recipe 8) is on, so the loss of the last step cannot be compared.
+# Real steps on real text, all in bf16: the plain one, all switches, the five lines, and the five lines on a long text. Two details. The first step of AdamW makes its averages, so a short step comes before. The learning rate is 0, so each turn repeats the same step: its work and its bytes are those of any step. And the model knows 8,192 positions. For more, YaRN (recipe 8) is on, so the loss of the last step cannot be compared.
 
 # %%
 real = {}
@@ -295,7 +297,7 @@ for which, losses in curves.items():
     print(f"from plain {apart[which]:.4f} at most, over {sizes.steps} steps")
 
 # %% [markdown]
-# All three learn the same. The five lines differ from the plain steps by less than fp32 does. It is one seed and one rate.
+# All three learn the same, in sixteen steps of 512 tokens, by ten blocks with fresh weights. The five lines differ from the plain steps by less than fp32 does. It is one seed and one rate.
 #
 # To accumulate, hand `train` several texts. [train_long_sequences.py](../scripts/train_long_sequences.py) is the same loop as a program, which can resume. A T4 has no bf16, so autocast stays out there.
 #
@@ -381,11 +383,11 @@ print(f"longest text: {longest_by(eager_terms):,} tokens")
 # Each recipe is one row of a table, the *ladder*. `climb` makes a row:
 #
 # - *predicted*: the longest text by arithmetic, before the search.
-# - *longest*: the search goes on until one length fits and another, 2 % longer, does not.
+# - *longest*: the search goes on until one length fits and another, 2 % longer, does not. It tries the prediction first: where both are equal, the prediction fits, and 2 % more does not.
 # - *off by*: the prediction against the place where a straight line between these two meets the limit.
 # - *gradients off by*: from a real forward and backward on 512 tokens. It is the length of their difference from those of the first row, over the length of those.
 #
-# A step of the longest texts takes hours here. So on a CPU the search takes **dry steps**: the loop above on PyTorch's fake tensors, which have shapes and no data. Bytes are counted, and nothing is computed. The equation and a dry step know nothing of each other. Where both agree, no term is forgotten. And the real step of 10,240 tokens checks the dry one.
+# A step of the longest texts takes more than an hour here. So on a CPU the search takes **dry steps**: the loop above on PyTorch's fake tensors, which have shapes and no data. Bytes are counted, and nothing is computed. The equation and a dry step know nothing of each other. Where both agree, no term is forgotten. And the real step of 10,240 tokens checks the dry one.
 
 # %%
 from collections.abc import Callable
@@ -604,6 +606,8 @@ climb("+ chunked loss", Way(lean), longest_by(lean_terms))
 print(f"to the guess: {ladder['+ chunked loss'].times_previous:.2f}× as long")
 
 # %% [markdown]
+# TRL's loss folds its tile, up to 4,096 tokens by the whole vocabulary, in plain PyTorch on a CPU, with copies. On a GPU a kernel does it, so these bytes say nothing about a card. In *2,048 words* the tile has that part of the vocabulary.
+#
 # The activations of all layers are now nearly all that grows, so the gain is small. It becomes large together with the next recipe.
 #
 # ### 3. Activation checkpointing
@@ -716,7 +720,7 @@ print(f"  one block, tiled     {after.one_block / 2**20:6,.0f} MiB")
 # %% [markdown]
 # The inputs are larger, and a tile does not touch them: hence the small gain. Once they are elsewhere, as in recipe 6, the one block is most of what grows. The MLP's forward now runs three times: in forward, when the block is computed again, and when its tile is. *Not when* no block is checkpointed yet.
 #
-# **The line you will write tomorrow**: Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`. Neither is installed here, and transformers has none, so the row is ours. In a dry step all tiles between the second and the last count as one.
+# **The line you will write tomorrow**: Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`. Neither is installed here, and transformers has none, so the row is ours. In a dry step the tiles between the first and the last two count as one.
 #
 # ### 5. Nested checkpoints
 #
@@ -834,7 +838,7 @@ for which, (layers_of, width), tokens, memory, clock in measured_by_others:
 #
 # ## The five lines
 #
-# Now the opponent and the five lines, both in bf16 and with clipping. The five lines are recipes 1 to 4 and 6, with the norms in tiles like the MLP. The equation knows one precision only, so these two predictions come from dry steps of three and of four blocks. Bytes grow on a straight line with the blocks, and on another with the tokens. *Off by* tests these lines here, and not the equation.
+# Now the opponent and the five lines, both in bf16 and with clipping. The five lines are recipes 1 to 4 and 6, with the norms in tiles like the MLP, of 1,024 tokens, the default; the rows above had tiles of 256. The equation knows one precision only, so these two predictions come from dry steps of three and of four blocks. Bytes grow on a straight line with the blocks, and on another with the tokens. *Off by* tests these lines here, and not the equation.
 
 
 # %%
@@ -893,7 +897,7 @@ if not on_gpu:  # there the search has taken real steps
     print(f"the dry one is off by {abs(dry_bytes / step['bytes'] - 1):.2%}")
 
 # %% [markdown]
-# At equal precision the tiles make the text 1.7 times as long. The 4e-02 of both rows is bf16 itself, because the plain step has it, too. The five lines differ from that plain step by 1e-02. None of the longest steps was computed.
+# At equal precision the tiles make the text 1.7 times as long. The 4e-02 of both rows is bf16 itself, because the plain step has it, too. The five lines differ from that plain step by 1e-02. On these 512 tokens they have one tile; several were compared in recipe 4, and in the training above. None of the longest steps was computed.
 #
 # The optimizer's step inside of backward ([notebook 01](../notebooks/01_large_models_limited_hardware.ipynb)) makes room for more, but allows no clipping, no accumulation and no scaled loss. The five lines allow them.
 #
@@ -945,7 +949,7 @@ print(f"{1e3 * at_the_longest:.0f} ms per token,", end=" ")
 print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 
 # %% [markdown]
-# A token reads all tokens before it, so it takes longer in a longer text: 4.7 ms with the five lines at 2,048 tokens, and 8.9 ms at 10,240. The line through both says that the longest text takes 1.3 hours, or more. Time stops you before memory does.
+# A token reads all tokens before it, so it takes longer in a longer text: 4.7 ms with the five lines at 2,048 tokens, and 8.9 ms at 10,240. The line through both says that the longest text takes 1.3 hours, or more: two points make the line, and one of them ran once. Time stops you before memory does.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
@@ -1083,7 +1087,7 @@ print(f"at 40 % of its data sheet's rate: at least {duration(seconds)}")
 Markdown("\n".join(f"| {' | '.join(cells)} |" for cells in table))
 
 # %% [markdown]
-# With SDPA and checkpoints alone the logits break first, because these models have a vocabulary of 128,256. QLoRA saves fixed bytes, and takes more for each token. So on the two larger cards the 1B model has the longer text in *full*.
+# With SDPA and checkpoints alone the logits break first, because these models have a vocabulary of 128,256. QLoRA saves fixed bytes, and takes more for each token, because adapters keep inputs of their own. So on the two larger cards the 1B model has the longer text in *full*.
 #
 # ### Do such predictions hold on a card?
 #
@@ -1135,11 +1139,11 @@ for row, (tokens, in_use) in by_arctic.items():
     print(f"predicted {expected:>9,} ({expected / tokens - 1:+.0%})")
 
 # %% [markdown]
-# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. The equation knows the operators of PyTorch. With the kernels of Liger it says up to 24 % too little, and without them, or with what DeepSpeed and FlashAttention 3 keep for themselves, up to 40 % too much. Hence the rule above: begin at half of a length. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports 342,733 tokens for 8B *QLoRA* on 80 GB, between the second length of our cell and the third.
+# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. The equation knows the operators of PyTorch. In the two middle rows it says 9 and 24 % too little, in the first and the last 24 and 40 % too much. Probably Liger's kernels make the former, and what DeepSpeed and FlashAttention 3 keep for themselves the latter; we could not look. Hence the rule above: begin at half of a length. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports 342,733 tokens for 8B *QLoRA* on 80 GB, between the second length of our cell and the third.
 #
 # ### Ask for your own model
 #
-# `--model` is an id of the hub, a folder or a shape. Here is what fits, and what the step itself says on tensors without data. The command also says what each remedy costs, and prints the lines to copy.
+# `--model` is an id of the hub, a folder or a shape. Here is what fits, and what the step itself says on tensors without data. On the command line it also says what each remedy costs, and prints the lines to copy.
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1163,11 +1167,12 @@ print(diagnosis.check())
 # | if | then | it costs |
 # |---|---|---|
 # | the text fits the first length of your cell (8B *QLoRA* on 24 GB: 10K) | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
-# | the second (27K) | a chunked loss, too: TRL's default, Liger, or one line | no time |
-# | the third (135K), and the host has room (25 GB for 100K tokens) | the five lines | 1.4 times the plain step, at 2,048 tokens |
-# | the third, and the host has no room, as on a free Colab | nested checkpoints in place of the offload | nearly two more forwards |
+# | the second (27K) | a chunked loss, too: TRL's default, Liger, or one line | little: on two CPU cores 0.32 s in place of 0.27 for the loss of 512 tokens |
+# | a little longer (32K, by the doctor) | `apply_tiled_mlp`, too, and no offload | a third forward of the MLP, and no host memory |
+# | the third (135K), and the host has room (25 GB for 100K tokens) | the five lines | 1.4 times the plain step, on two CPU cores at 2,048 tokens |
+# | the third, and the host has no room, as on a free Colab | nested checkpoints in place of the offload; its length is in no cell, ask the doctor | nearly two more forwards |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
-# | your card is a T4 | *QLoRA* in fp16 | the same |
+# | your card is a T4 | *QLoRA* in fp16 | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else | some loss within the trained length |
 # | memory is enough, and a step takes too long | a window (recipe 7), or several GPUs ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) | another model, or more cards |
 #
@@ -1243,7 +1248,7 @@ for way, fewer in fewer_pairs.items():
     print(f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer scores")
 
 # %% [markdown]
-# To the guess: a window of a sixteenth leaves about an eighth of the pairs, because of two tokens one only reads the other. The *fewer scores* above are not eight times: they count whole blocks. The window gets 5.4 of 6.6. Block-sparse gets 4.4 of 7.4: its gathering costs. The model was trained to read more. What does it cost to read less?
+# To the guess: a window of a sixteenth leaves about an eighth of the pairs, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. The *fewer scores* above are not eight times: they count whole blocks. The window gets 5.4 of 6.6. Block-sparse gets 4.4 of 7.4: its gathering probably costs. The model was trained to read more. What does it cost to read less?
 
 # %%
 quarter = sizes.short // 4
@@ -1267,7 +1272,7 @@ for which, adapt in reads_less.items():
 # %% [markdown]
 # Reading less makes the model worse at once, and four sinks repair most of it in a window. A softmax must add up to one, so a head that needs no token sends its attention to the first ones (Xiao et al., 2023). Block-sparse reads fewer pairs, so no order of the two follows. Look at the loss on your own texts. *Not when* far tokens decide.
 #
-# **The line you will write tomorrow.** Models that were trained with a window (Mistral, Gemma 3) take it from `config.sliding_window`, and `attn_implementation="flex_attention"` makes a kernel of the rule on a GPU. Llama has no such field: there it is `apply_sliding_window(model, window=…, sinks=4)`.
+# **The line you will write tomorrow.** Models that were trained with a window (the first Mistral 7B, Gemma 3) take it from `config.sliding_window`, and `attn_implementation="flex_attention"` makes a kernel of the rule on a GPU. Llama has no such field: there it is `apply_sliding_window(model, window=…, sinks=4)`.
 #
 # ### 8. RoPE scaling: beyond the trained length
 #
@@ -1322,7 +1327,7 @@ print(
 figure
 
 # %% [markdown]
-# To the guess: later. *Linear* changes every angle, and costs much over most of the text. Training repairs it, published *within 1,000 steps* ([Chen et al., 2023](https://arxiv.org/abs/2306.15595)); nothing is trained here. *Dynamic*, not drawn, ends where *yarn* does (1.25 and 1.24). Both cost a little in the trained part, so *not when* your texts are no longer than that. YaRN's `factor` is your length over the trained one. Llama 3.1 and 3.2 are scaled already (`rope_type` is `llama3`), and `apply_rope_scaling` refuses them.
+# To the guess: later. *Linear* changes every angle, and costs much over most of the text. Training repairs it, published *within 1,000 steps* ([Chen et al., 2023](https://arxiv.org/abs/2306.15595)); nothing is trained here. *Dynamic*, not drawn, ends where *yarn* does (1.25 and 1.24). The curves have factor 2. *yarn* costs a little in the trained part, so *not when* your texts are no longer than that. YaRN's `factor` is your length over the trained one. Llama 3.1 and 3.2 are scaled already (`rope_type` is `llama3`), and `apply_rope_scaling` refuses them.
 #
 # **The line you will write tomorrow** is `rope_parameters` in config.json, which transformers and vLLM read. `apply_rope_scaling(model, kind="yarn", factor=2)` writes it and checks it.
 #
