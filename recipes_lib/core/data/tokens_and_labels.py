@@ -49,7 +49,7 @@ def tokenize_chat(
         tools: that the turns may call, as OpenAI writes them.
     """
     messages = [{"content": None} | turn for turn in messages]
-    places = _places_to_learn(messages)
+    places = _turns_with_labels(messages)
     turns, answers = written(tokenizer, messages, tools, places=places)
     rows: list[Row] = []
     marks: dict[int, str] = {}  # what ends each row
@@ -100,7 +100,7 @@ def tokenize_text(tokenizer: Any, text: str, *, length: int | None = None) -> li
     return rows
 
 
-def _places_to_learn(messages: Sequence[Turn]) -> list[int]:
+def _turns_with_labels(messages: Sequence[Turn]) -> list[int]:
     """Which turns get labels; ValueError if there is nothing to learn from them."""
     roles = [message["role"] for message in messages]
     places = [place for place, turn in enumerate(messages) if is_learnt(turn)]

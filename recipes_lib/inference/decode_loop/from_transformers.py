@@ -74,7 +74,7 @@ def in_pairs(linear: nn.Linear, sizes: Sizes) -> nn.Linear:
     bias = None
     if linear.bias is not None:
         bias = _interleaved(linear.bias, sizes.head_dim)
-    return _linear_of_decoder(_interleaved(linear.weight, sizes.head_dim), bias)
+    return _linear_of_decode_loop(_interleaved(linear.weight, sizes.head_dim), bias)
 
 
 def _interleaved(rows: Tensor, head_dim: int) -> Tensor:
@@ -98,15 +98,15 @@ def stacked(*parts: nn.Linear) -> nn.Linear:
     bias = None
     if parts[0].bias is not None:
         bias = torch.cat([part.bias for part in parts])
-    return _linear_of_decoder(torch.cat([part.weight for part in parts]), bias)
+    return _linear_of_decode_loop(torch.cat([part.weight for part in parts]), bias)
 
 
 def linear_on_same_memory(linear: nn.Linear) -> nn.Linear:
     """For the decode loop: a linear layer on the same memory, with parameters of its own."""
-    return _linear_of_decoder(linear.weight, linear.bias)
+    return _linear_of_decode_loop(linear.weight, linear.bias)
 
 
-def _linear_of_decoder(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _linear_of_decode_loop(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     outputs, inputs = weight.shape
     # "meta" takes no memory for the weights that are replaced at once.
     linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")

@@ -171,7 +171,7 @@ def context_parallel(model: Any, options: Options, *, kind: str) -> Training:
     optimizer = adamw(model.parameters(), options)
 
     def context_parallel_step(batch: Batch) -> float:
-        """A step of CP: gradients and losses are summed over the parts."""
+        """A step of the strategy CP: gradients and losses are summed over the parts."""
         part = shard_sequence(model, batch["input_ids"], batch["labels"])
         loss = model(**part).loss  # of the own tokens, divided by the number of all
         loss.backward()
