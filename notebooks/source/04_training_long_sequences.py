@@ -1097,7 +1097,7 @@ Markdown("\n".join(f"| {' | '.join(cells)} |" for cells in table))
 # | measured by others | card | tokens | measured, GiB | predicted, GiB | difference |
 # |---|---|--:|--:|--:|--:|
 # | [torchtune](https://github.com/pytorch/torchtune/blob/a9ea6d5bf023ebebca7a8ec7981099b03696c67a/README.md): 3B, and loss in chunks | A100-80GB | 8,192 | 42.9 | 41.2 | -4% |
-# | [torchtune](https://github.com/pytorch/torchtune/blob/a9ea6d5bf023ebebca7a8ec7981099b03696c67a/README.md): 3B, and checkpoints | A100-80GB | 8,192 | 24.9 | 25.4 | +2% |
+# | [torchtune](https://github.com/pytorch/torchtune/blob/a9ea6d5bf023ebebca7a8ec7981099b03696c67a/README.md): 3B, and checkpoints | A100-80GB | 8,192 | 24.9 | 25.2 | +1% |
 # | [torchtune](https://github.com/pytorch/torchtune/blob/a9ea6d5bf023ebebca7a8ec7981099b03696c67a/README.md): 3B, and offload | A100-80GB | 8,192 | 21.8 | 21.9 | +0% |
 # | [transformers and PEFT, by Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks): 8B, QLoRA, 24 GB, 5,789 tokens | RTX 4090 | 5,789 | 23.6 | 21.1 | -11% |
 # | [transformers and PEFT, by Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks): 8B, QLoRA, 80 GB, 28,454 tokens | A100-80GB | 28,454 | 79.1 | 80.2 | +1% |
