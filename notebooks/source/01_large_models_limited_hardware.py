@@ -73,7 +73,6 @@ from torch.nn import functional as F
 from recipes_lib.core.measure.free_memory import keep_freed_memory
 from recipes_lib.core.measure.machine import (
     choose_sizes,
-    fast,
     machine,
     seed_everything,
 )
@@ -96,10 +95,14 @@ print(machine())
 # %%
 # On a CPU the real SmolLM2-135M. layers=None means all of its 30 blocks.
 smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=20, tokens=72)
+smollm2 |= dict(learner="smollm2")  # the model of small experiments
+smollm2 |= dict(turns=2)  # on the clock, where rows are compared
+smollm2 |= dict(compiles=True)  # blocks, where this machine can
 # On a GPU a shape with random weights, of which plain fp32 training fits.
-llama = dict(shape="llama-3.2-1b", pretrained=False, tokens=256)
+llama = smollm2 | dict(shape="llama-3.2-1b", pretrained=False, tokens=256)
 # Continuous integration checks that the code works, not how fast it is.
 tiny = dict(shape="tiny-smollm2", layers=None, pretrained=False, rows=4, tokens=64)
+tiny |= dict(learner="tiny-smollm2", turns=1, compiles=False)
 
 sizes = choose_sizes(
     cpu=smollm2,
@@ -108,8 +111,6 @@ sizes = choose_sizes(
     gpu80=llama | dict(layers=None, rows=32),
     fast=tiny,
 )
-learner = "tiny-smollm2" if fast() else "smollm2"  # the model of small experiments
-turns = 1 if fast() else 2  # on the clock, where rows are compared
 sizes
 
 # %% [markdown]
@@ -377,7 +378,7 @@ ladder.climb("gradient accumulation", accumulated, group="in 32 bits")
 
 
 # %%
-model = load_model(learner)  # a small one: the baseline waits beside it
+model = load_model(sizes.learner)  # a small one: the baseline waits beside it
 few = {name: tensor[:4] for name, tensor in batch.items()}  # texts
 wanted = gradients_of(model, few)
 
@@ -571,7 +572,7 @@ if compiles:
         of_compiled = gradients_of(library(copy.deepcopy(small)))
         assert torch.allclose(of_compiled, right, atol=1e-6)
     print("compiled gradients: equal up to rounding, for sums run in another order")
-compiles = compiles and not fast()
+compiles = compiles and sizes.compiles
 
 
 def compiled(model):
@@ -810,7 +811,7 @@ from recipes_lib.fine_tuning.qlora import (
 
 show(nf4_levels, plain_nf4)
 
-linear = load_model(learner).model.layers[0].mlp.up_proj.cpu()
+linear = load_model(sizes.learner).model.layers[0].mlp.up_proj.cpu()
 rounded = plain_nf4(linear.weight.detach())
 packed = nf4_layer(linear, double_quant=False, compute_dtype=torch.float32)
 # A product with the identity gives the weights.
@@ -908,7 +909,7 @@ combinations = {
 }
 for name, builder in combinations.items():
     ladder.climb(name, builder, group="together")
-ladder.take_turns(rounds=turns)
+ladder.take_turns(rounds=sizes.turns)
 ladder.chart()
 
 # %% [markdown]
@@ -927,7 +928,7 @@ STEPS = 5
 def learn(*recipes, optimizer_of, step=step_in_16_bits):
     """The held-out loss before training and after it."""
     seed_everything(0)
-    base = partial(load_model, learner)
+    base = partial(load_model, sizes.learner)
     builder = build(*recipes, optimizer_of=optimizer_of, step=step, base=base)
     model, optimizer, step = builder()
     before = evaluate(model, held_out, pad_token_id=padding)
@@ -1208,6 +1209,8 @@ del trainer
 # The last cell checks the story on this machine.
 
 # %%
+from recipes_lib.core.measure.machine import fast
+
 equation_off = abs(arithmetic / baseline.peak_bytes - 1)
 ladder.note(
     held_out_loss=curves,
