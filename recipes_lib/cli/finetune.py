@@ -26,7 +26,7 @@ OUTPUT = "What is kept"
 
 AUTO = "auto"  # --seq-len: as long as the longest row
 REPLACED = 1  # tokens, until the rows are read
-STEPS = 50
+STEPS = 100
 LONGEST_WAIT = datetime.timedelta(hours=2)  # of the command's ranks for each other
 
 
@@ -43,7 +43,7 @@ TEMPLATE = "chatml, or a file of Jinja, in place of the tokenizer's own"
 ADDED = "a token that the base has no trained row for; may be given several times"
 LENGTH = "tokens of the longest row, and of a packed one; auto: what the data needs"
 WARMUP = "of the learning rate, which then falls to 0 in a cosine; none if --steps is not more"
-RATE = "else 1e-3 for adapters, 1e-4 for the full model"
+RATE = "else 3e-4 for adapters, 1e-4 for the full model"
 SHARD = "divide the model over the ranks of torchrun; else where one device cannot hold it"
 PLACE = "folder for adapter, checkpoint, log and configurations"
 
@@ -83,7 +83,7 @@ def finetune(
         str, _option(TRAINING, "or adamw_bnb_8bit, paged_adamw_8bit")
     ] = "adamw_torch_fused",
     max_grad_norm: Annotated[float, _option(TRAINING, "clip gradients to it; 0: not at all")] = 1.0,
-    steps: Annotated[int | None, _option(TRAINING, "optimizer steps; else 50")] = None,
+    steps: Annotated[int | None, _option(TRAINING, "optimizer steps; else 100")] = None,
     epochs: Annotated[
         int | None, _option(TRAINING, "passes over the data, in place of --steps")
     ] = None,
@@ -178,7 +178,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         settings["precision"] = names[machine().compute_dtype]
     if options["learning_rate"] is None:
         # Adapters start at zero, and take larger steps than weights that know something already.
-        settings["learning_rate"] = 1e-4 if options["method"] == "full" else 1e-3
+        settings["learning_rate"] = 1e-4 if options["method"] == "full" else 3e-4
     # A run that is tried for a few steps would end before its learning rate is reached.
     if options["warmup_steps"] >= settings["steps"]:
         settings["warmup_steps"] = 0
