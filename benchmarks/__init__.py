@@ -20,6 +20,7 @@ study               what the programs below share: options, a file that grows, t
 architecture        small models trained both ways, and norms
 depths              deep and thin at equal weights
 distillation        a student with its teacher and without
+fine_tuning_seeds   notebook 05's task with other seeds
 muon                Muon beside AdamW
 quantization_aware  training with the rounding that the file will have, and without
 edge                SmolLM2 in a .pte: bytes, load, perplexity and speed, beside generate

@@ -35,7 +35,7 @@ from recipes_lib.core.measure.provenance import provenance, runs_dir
 from recipes_lib.report.ladders.edge import Calls
 from recipes_lib.workflows.bench.kernels import now
 
-PAD = 0  # no row is padded
+PAD = 0  # any token does: padding is at the right and has no label
 # The block of `templates/tables.j2` that a program fills, where it has another name.
 BLOCKS = {
     "image_students": "students",

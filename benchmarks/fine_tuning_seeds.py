@@ -1,0 +1,118 @@
+"""Does another seed change what notebook 05 says? Its task and its loop, once more for each seed.
+
+python -m benchmarks.fine_tuning_seeds
+
+A seed decides the order of the pairs, and the numbers that adapters begin with. As in the notebook,
+adapters are added to the weights before a model is examined.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import get_cosine_schedule_with_warmup
+
+from benchmarks import study
+from recipes_lib.core.data import load_instructions
+from recipes_lib.core.data.chat_template import CHATML
+from recipes_lib.core.data.losses_and_answers import generate_answers
+from recipes_lib.core.data.reminder_task import reminder_pairs
+from recipes_lib.core.measure.machine import machine, seed_everything
+from recipes_lib.core.model import load_model, load_tokenizer
+from recipes_lib.fine_tuning.honest_evaluation import held_out_losses
+from recipes_lib.fine_tuning.lora import apply_lora
+from recipes_lib.fine_tuning.qlora import apply_qlora, merge_qlora
+from recipes_lib.precision.mixed_precision import mixed_precision
+
+# The rate, and how often a pair is seen: a small rate takes the pairs twice.
+WAYS = {
+    "LoRA": (3e-4, 2),
+    "QLoRA": (3e-4, 2),
+    "full fine-tuning": (1e-4, 1),
+    "full fine-tuning at a small rate": (3e-5, 2),
+}
+ROWS = 4  # of a step
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained. The notebook has seed 0, and the pairs in the order of the task."""
+
+    model: str = "smollm2"
+    seeds: tuple[int, ...] = (1, 2, 3)
+    pairs: int = 480
+    held_out: int = 64
+
+
+def compare(settings: Settings) -> Iterator[dict[str, Any]]:
+    """What there is after each run."""
+    content = {"before": examined(load_model(settings.model), settings), "runs": []}
+    for seed in settings.seeds:
+        for way in WAYS:
+            content["runs"].append(trained(way, settings, seed=seed))
+            yield content
+
+
+def trained(way: str, settings: Settings, *, seed: int) -> dict[str, Any]:
+    """One run, examined."""
+    rate, passes = WAYS[way]
+    pairs = reminder_pairs(limit=settings.pairs)
+    rows = list(load_instructions(tokenizer_of(settings), dataset=pairs))
+    random.Random(seed).shuffle(rows)
+    steps = passes * [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+
+    seed_everything(seed)
+    half = machine().compute_dtype
+    if way == "LoRA":
+        model = apply_lora(load_model(settings.model, dtype=half))
+    elif way == "QLoRA":
+        model = apply_qlora(load_model(settings.model, dtype=half), compute_dtype=half)
+    else:
+        model = load_model(settings.model)
+    weights = [weight for weight in model.train().parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0.0, fused=True)
+    schedule = get_cosine_schedule_with_warmup(optimizer, len(steps) // 10, len(steps))
+    started = time.perf_counter()
+    for step in steps:
+        study.train_step(model, optimizer, study.batch_of(step))
+        schedule.step()
+    seconds = time.perf_counter() - started
+    if way == "LoRA":
+        model = model.merge_and_unload()
+    if way == "QLoRA":
+        model = merge_qlora(model)
+    facts = {"way": way, "seed": seed, "lr": rate, "steps": len(steps), "seconds": seconds}
+    return facts | examined(model, settings)
+
+
+def examined(model: Any, settings: Settings) -> dict[str, Any]:
+    """How many answers are right, their loss, and the perplexity of source code."""
+    tokenizer = tokenizer_of(settings)
+    # The notebook watches the first ones while it trains; the others judge.
+    watched = settings.held_out // 2
+    pairs = reminder_pairs(split="validation", limit=watched + settings.held_out)[watched:]
+    questions = list(load_instructions(tokenizer, dataset=pairs))
+    code = study.text_rows(tokenizer, "validation", tokens=64, count=32)
+    padded = {"pad_token_id": study.PAD, "batch_size": 32}
+    with mixed_precision().autocast():
+        answers = generate_answers(model, tokenizer, questions, batch_size=64)
+        loss = held_out_losses(model, questions, **padded).mean
+        perplexity = math.exp(held_out_losses(model, code, **padded).mean)
+    right = sum(answer == pair["completion"] for answer, pair in zip(answers, pairs, strict=True))
+    return {"right": right, "loss": loss, "perplexity": perplexity}
+
+
+def tokenizer_of(settings: Settings) -> Any:
+    tokenizer = load_tokenizer(settings.model)
+    tokenizer.chat_template = CHATML  # its own, without the system turn that it adds
+    return tokenizer
+
+
+if __name__ == "__main__":
+    study.run("fine_tuning_seeds", Settings(), compare, about=__doc__)
