@@ -170,15 +170,6 @@ def verdict(differences: Sequence[float]) -> str:
     return "undecided"
 
 
-def beside(ratio: Number) -> str:
-    """What the ratios of all rounds allow to say of another program's time."""
-    if ratio.high < 1:
-        return "faster"
-    if ratio.low > 1:
-        return "slower"
-    return "undecided"
-
-
 def quality(row: dict[str, Any]) -> str:
     """Of a file on a device: its accuracy, its agreement with the first row, or its perplexity."""
     if "accuracy" in row:
@@ -240,7 +231,7 @@ FILTERS = (
     minus,
     over,
 )
-FILTERS += (spread, middle, median_of, verdict, beside, quality, where, worst_error, at_most)
+FILTERS += (spread, middle, median_of, verdict, quality, where, worst_error, at_most)
 
 
 @functools.cache  # the records and templates of a folder are read once

@@ -25,17 +25,12 @@ Shapes: B batch, Hkv heads of keys and values, T capacity, K new tokens, D head 
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recipes_lib.core.measure import in_turns
-from recipes_lib.core.model.decoding import CausalDecoder, KeyValueCache
+from recipes_lib.core.model.decoding import KeyValueCache
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
 
@@ -111,57 +106,3 @@ class Int8KeyValueCache(KeyValueCache):
             codes[:, :, begin:end], scales[:, :, begin:end] = quantized(new)
             read.append(dequantized(codes[:, :, :end], scales[:, :, :end], self.dtype))
         return read[0], read[1]
-
-
-# --- what a cache is for --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PositionTime:
-    """The seconds of one token that stands behind `position` others, medians."""
-
-    position: int
-    with_cache: float
-    without_cache: float
-
-
-def time_by_position(decoder: CausalDecoder, positions: Iterable[int]) -> list[PositionTime]:
-    """Measure one step at each of these positions, with the cache and without it, in turns."""
-    positions = list(positions)
-    steps = _cached_and_plain_steps(decoder, positions)
-    for step in steps.values():
-        step()
-    seconds = in_turns(steps, rounds=3)
-    table = []
-    for position in positions:
-        with_cache = statistics.median(seconds[f"with {position}"])
-        without_cache = statistics.median(seconds[f"without {position}"])
-        table.append(PositionTime(position, with_cache, without_cache))
-    return table
-
-
-def _cached_and_plain_steps(
-    decoder: CausalDecoder, positions: list[int]
-) -> dict[str, Callable[[], None]]:
-    """A step of one token at each position, from the cache and from the whole text."""
-    longest = max(positions)
-    draw = torch.Generator().manual_seed(0)
-    text = torch.randint(decoder.vocabulary, (1, longest + 1), generator=draw)  # [1, S]
-    filled = decoder.new_cache(max_tokens=longest + 1)
-    decoder(text, filled, last_only=True)
-    again = decoder.new_cache(max_tokens=longest + 1)
-
-    def with_cache(position: int) -> None:
-        # The text before `position` is in the cache, whatever was measured before.
-        filled.length = position
-        decoder(text[:, position : position + 1], filled, last_only=True)
-
-    def without_cache(position: int) -> None:
-        again.truncate(0)
-        decoder(text[:, : position + 1], again, last_only=True)
-
-    steps: dict[str, Callable[[], None]] = {}
-    for position in positions:
-        steps[f"with {position}"] = partial(with_cache, position)
-        steps[f"without {position}"] = partial(without_cache, position)
-    return steps
