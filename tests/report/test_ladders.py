@@ -9,7 +9,7 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.ranks.run_result import RankRun
 from recipes_lib.report.ladder import Row
 from recipes_lib.report.ladders import edge, speed
-from recipes_lib.report.ladders.edge import EdgeLadder, chance
+from recipes_lib.report.ladders.edge import EdgeLadder
 from recipes_lib.report.ladders.length import LengthLadder, off_by
 from recipes_lib.report.ladders.memory import MemoryLadder, ReadyStep
 from recipes_lib.report.ladders.ranks import RankLadder
@@ -225,9 +225,3 @@ def test_files_are_compared_within_their_task_and_with_the_link_before(devices):
     assert (devices["fp32"].seconds, devices["fp32"].ratio) == (0.3, 1.0)
     records = {record["metric"]: record for record in devices.records()}
     assert records["agreement"]["row"] == "fp32" and records["after"]["value"] == "student"
-    axes = devices.chart("digits", leave_out=["student"], tested=1000, title="Message").axes[0]
-    assert [text.get_text() for text in axes.texts] == ["teacher", "pruned"]
-
-
-def test_the_band_of_chance_is_that_of_a_binomial():
-    assert chance(0.02, 1000) == pytest.approx((0.0113, 0.0287), abs=1e-4)

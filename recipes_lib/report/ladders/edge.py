@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes_lib.core.measure import timed
-from recipes_lib.report.charts.points import points
 from recipes_lib.report.ladder import Column, Ladder, Row
 from recipes_lib.report.style import (
-    INK,
-    MEGABYTE,
     SHARE,
     megabytes,
     milliseconds,
@@ -23,7 +19,6 @@ from recipes_lib.report.style import (
 
 SHORTEST = 0.05  # seconds: a shorter look at the clock says little, so the call is repeated
 MOST_CALLS = 1000
-DEVIATIONS = 1.96  # of a normal distribution: 95 % of it lies between minus and plus as many
 
 
 class Calls:
@@ -123,36 +118,3 @@ class EdgeLadder(Ladder):
             row.set_range("as_fast", 1 / row.ratio, 1 / row.ratio_high, 1 / row.ratio_low)
         if row.after is not None:
             self.compare(row, "after_ratio", row.after)
-
-    def chart(self, group: str, *, leave_out: Collection[str], tested: int, title: str) -> Any:
-        """Size against wrong answers: a point for each row of the group but those to leave out.
-
-        `tested` is how many images the answers were counted on. It draws the band in which an
-        equally good network ends in 95 of 100 cases.
-        """
-        rows = [row for row in self.rows if row.group == group and row.name not in leave_out]
-        places = {}
-        for row in rows:
-            places[row.name] = (row.file_bytes / MEGABYTE, 100 * (1 - row.accuracy))
-        figure = points(
-            places,
-            title=title,
-            height=4.2,
-            front=True,
-            xscale="log",
-            xlabel="file, MB (millions of bytes)",
-            ylabel="wrong answers, % (lower is better)",
-        )
-        low, high = chance(1 - rows[0].accuracy, tested)
-        figure.axes[0].axhspan(100 * low, 100 * high, color=INK, alpha=0.2, linewidth=0)
-        return figure
-
-
-def chance(wrong: float, tested: int) -> tuple[float, float]:
-    """For a file as good as the first: where its share of wrong answers is 95 times in 100.
-
-    A network that is wrong with probability p on any image is wrong on a share of `tested` images
-    whose standard deviation is sqrt(p (1 - p) / tested).
-    """
-    reach = DEVIATIONS * math.sqrt(wrong * (1 - wrong) / tested)
-    return max(0.0, wrong - reach), min(1.0, wrong + reach)
