@@ -174,7 +174,7 @@ for way in sizes.ways:
 # - **Work** is multiplications, each with an addition, for an image: *multiply-adds*. For a token of a language model it is the bytes of the weights that are read.
 # - **Overhead** is what a call costs whatever it computes.
 #
-# Each link changes one factor: a better architecture and pruning have fewer weights and less work, quantization has fewer bits, and the runtime has less overhead and more speed. Working memory and quality follow from no equation here. They are measured, the quality on data that no link has seen.
+# Each link of the chain changes some of these factors. Working memory and quality follow from no equation here: they are measured, the quality on data that no link has seen.
 #
 # ## Part A: a classifier of images
 #
@@ -197,7 +197,7 @@ figure
 # %% [markdown]
 # ### Baseline: the teacher
 #
-# The teacher is an EfficientNet, a network that is made for accuracy per multiplication. Its class comes from transformers and its first weights from us: with those that transformers draws, all ten answers begin equal.
+# The teacher is an EfficientNet, a network that is made for accuracy per multiplication. Its class comes from transformers, and its first weights from us: with transformers' own, all ten answers begin equal.
 #
 # Each variant becomes a row of a table, the *ladder*. `ladder.climb` predicts the file, times one image, and adds the row. The time that it prints is one look at the clock while the exports run. The rows take turns later, and only those times count.
 
@@ -783,11 +783,11 @@ bars(
 #
 # - **Leave Python first.** The teacher is 15 times as fast in ExecuTorch, and reads as many images. In PyTorch less work saves nothing: the pruned student has half of the student's, and both take 4.12 ms.
 # - **Then take 8 bits.** The guess: the student gets 3.5 times as fast. Its file shrinks from 2.37 to 0.76 MB, and the teacher's from 1.37 to 0.50, both without further training.
-# - **Short of bytes?** Take the teacher in 8 bits. **Short of time?** Take the student in 8 bits, 0.053 ms. **Short of both?** Take the whole chain: 0.43 MB and 0.038 ms.
-# - **The quality** of all rows without zeros is between 97.2 and 97.9 %: by chance alone they could differ as much.
+# - **Short of bytes?** Take the teacher in 8 bits. **Short of time?** Take the student in 8 bits: 0.053 ms. **Still too large or too slow?** Prune the student first: 0.43 MB and 0.038 ms.
+# - **The quality** of all rows without zeros is between 97.2 and 97.9 %: by chance alone they could differ as much. Digits are easy: on your images, measure it anew.
 # - ***pruned, ExecuTorch* is marked as disturbed**: its turns differ too much, so it says nothing about time.
 #
-# In ONNX Runtime the student in 8 bits is 1.5 times as fast as in fp32. [For larger images](../docs/results.md#images-in-8-bits) the gain is larger. Other processors have other kernels: measure on your device.
+# In ONNX Runtime the student in 8 bits is 1.5 times as fast as in fp32. [For larger images](../docs/results.md#images-in-8-bits) the gain is larger. Other processors have other kernels: measure on yours.
 #
 # **Guess first.** The pruned student has half of the work. Does it take half of the time? A larger image has more work, and as many operators:
 
@@ -852,11 +852,11 @@ print(f"in {in_cpp.seconds_per_call * 1e3:.3f} ms")
 #
 # **The answer.** No. Among [tiny models](../docs/results.md#deep-and-thin) with about as many weights each, trained on few bytes, the one with 2 blocks has the lowest loss, and more blocks make a token slower. Nobody here has repeated MobileLLM's finding.
 #
-# **In your code**, for a training from the start: `num_hidden_layers=30, hidden_size=576` in a `LlamaConfig`.
+# **In your code**, for a training from the start: `num_hidden_layers=30, hidden_size=576` in a `LlamaConfig`; [deep_thin.py](../recipes_lib/architecture/deep_thin.py) finds the width for another depth.
 #
 # ### 4 again: four bits that the model has learned to live with
 #
-# **What happens.** Phones have kernels that multiply weights of four bits with activations of eight bits. Here 64 weights share a scale. *Perplexity* says what the rounding costs: it is exp of the loss, about the number of tokens between which the model hesitates.
+# **What happens.** Phones have kernels that multiply weights of four bits with activations of eight bits. Here 64 weights share a scale. *Perplexity* says what the rounding costs: it is exp of the loss.
 #
 # (Without the hub, the weights of SmolLM2 come from a file of four bits, on another grid. *Full precision* then means these weights.)
 #
@@ -894,7 +894,7 @@ del rounded
 # %% [markdown]
 # **The answer.** 2.79 times as high with four bits everywhere, and 1.52 times with eight bits in the output layer: keep it there. Eight bits everywhere cost two per cent. Compare perplexities within one notebook only: grids and texts differ.
 #
-# **Can training win it back?** A recorded run trains on the grid. Beside it a *control* trains as long in full precision, and is rounded at the end: training on the text lowers the perplexity by itself. The rate with the rounding is larger, because a weight has to pass the middle between two levels before anything changes.
+# **Can training win it back?** A recorded run trains on the grid. Beside it a *control* trains as long in full precision, and is rounded at the end: training on the text lowers the perplexity by itself. With the rounding it takes a larger rate: nothing changes until a weight passes the middle between two levels.
 #
 # <!-- numbers:grids-06 -->
 # | training | full precision | rounded | won back, against the control |
@@ -913,9 +913,9 @@ del rounded
 #
 # ### 7. Export of a language model
 #
-# **What happens.** To write a token, a language model needs the keys and values of all tokens before it. So the file holds a *cache* for them, the KV cache of [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb). Two operators are made for it: `update_cache` writes the keys and values of a token, and `custom_sdpa` attends only to the places that are filled. Without them, *plain attention* copies the cache and compares each token with all places.
+# **What happens.** To write a token, a language model needs the keys and values of all tokens before it. The file holds a *cache* for them, as in [notebook 03](../notebooks/03_optimizing_inference_speed.ipynb). Two operators are made for it: `update_cache` writes the keys and values of a token, and `custom_sdpa` attends only to the places that are filled. Without them, *plain attention* copies the cache and compares each token with all places.
 #
-# **Guess first.** An exported 4-bit file writes faster than `generate`. Which brings most: the four bits, leaving Python, or the two operators?
+# **Guess first.** An exported 4-bit file writes faster than transformers' `generate`. Which brings most: the four bits, leaving Python, or the two operators?
 #
 # **The idea.** Two things have to be right, and no error says so if they are not. Rotary positions turn the numbers of a head in pairs: Hugging Face pairs a number with one of the other half of the head, ExecuTorch with its neighbour. So the rows of the query and key weights change places:
 
@@ -1193,7 +1193,6 @@ for megabytes, milliseconds in devices:
 # | [export](../recipes_lib/edge/export.py) | <!--m 06 teacher, ExecuTorch-->-6% file against the teacher, 97.8% right, 15.0× (13.6–15.3) as fast<!--/m--> | the model still changes every day |
 # | with [8 bits](../recipes_lib/edge/pt2e.py) | <!--m 06 student, 8 bits, ExecuTorch-->-68% file against the student, 97.9% right, 3.48× (3.28–4.15) as fast<!--/m--> | they cost too much quality |
 # | [ONNX Runtime](../recipes_lib/edge/onnx_export.py) | <!--m 06 images in 8 bits-->MobileNetV2 at 96 × 96 pixels: 2.09× (2.07 to 2.22) as fast, 97.05% right instead of 97.10%<!--/m--> | the app has ExecuTorch |
-# | [deep and thin](../recipes_lib/architecture/deep_thin.py) | <!--m 06 depths-->loss of a tiny model: no depth beats 2 blocks<!--/m--> | the model is trained already |
 # | [a language model's export](../recipes_lib/edge/language_model/__init__.py) | <!--m 06 edge file-->114 MB, 42% of bf16, 8.9× (8.0 to 11.6) as fast as `generate` in fp32<!--/m--> | many users at once: a server |
 # | [GGUF](../recipes_lib/edge/gguf_export.py) | <!--m 06 gguf-->47 MB with 4 blocks, 100% of the likeliest tokens are the same<!--/m--> | an app calls the model |
 # | [size budget](../recipes_lib/edge/size_budget.py) | <!--m 06 size budget-->6 files off by 6.2% at most<!--/m--> | the file is there: measure it |
