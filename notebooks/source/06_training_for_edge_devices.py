@@ -904,7 +904,7 @@ del rounded
 # | with the rounding | 10.18 | 10.99 | 54% (48% to 63%) |
 # | with the rounding, and a teacher | 10.56 | 10.68 | 62% (60% to 66%) |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 30 steps of 4 × 256 tokens, 3 seeds. Perplexity of 8 held-out rows; weights in 4 bits and groups of 64, output layer, embedding and activations in 8 bits. Learning rates: 0.0001 for the control, 0.0003 with the rounding. Won back: of what rounding costs the control, which trained as long in full precision, the part that training with the rounding saves; in brackets are the smallest and the largest of the seeds.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-23. 30 steps of 4 × 256 tokens, 3 seeds. Perplexity of 8 held-out rows; weights in 4 bits and groups of 64, output layer, embedding and activations in 8 bits. Learning rates: 0.0001 for the control, 0.0003 with the rounding. Won back: of what rounding costs the control, the part that training with the rounding saves; in brackets are the smallest and the largest of the seeds.*
 # <!-- end -->
 #
 # Yes, about half of it after thirty steps. What a longer training wins back, this run does not say.
@@ -1046,7 +1046,7 @@ ladder
 # | `.pte`, 4 bits, attention made for a cache | 30 | 114.3 | 42% | 127 | 8.9× (8.0 to 11.6) | 113 MB | 16.66 |
 # | `.pte`, fp32 | 30 | 652.0 | 242% | 37 | 2.5× (1.5 to 3.0) | 652 MB | 11.03 |
 #
-# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. SmolLM2-135M, all 30 blocks, one thread. In the blocks 4 bits in groups of 64, output layer and embedding in 8 bits. Tokens per second: the median of 7 turns behind a prompt of 32 tokens. Faster: than `generate` in fp32 with as many blocks, in the same turn; in brackets are the smallest and the largest. Perplexity of the file, token by token, over 2,040 tokens. Memory: what a process grows by until the first token.*
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-24. SmolLM2-135M, all 30 blocks, one thread. In the blocks 4 bits in groups of 64, output layer and embedding in 8 bits. Of its bf16: of the bytes of these weights in bf16. Tokens per second: the median of 7 turns behind a prompt of 32 tokens. Faster: than `generate` in fp32 with as many blocks, in the same turn; in brackets are the smallest and the largest. Perplexity of the file, token by token, over 2,040 tokens. Memory: what a process grows by until the first token.*
 # <!-- end -->
 #
 # **In your code.** `python -m executorch.extension.llm.export.export_llm`, with `quantization.qmode=8da4w`, `quantization.group_size=64` and `quantization.use_hqq=False`. The group's default of 128 does not divide 576, the width of this model, and the tool then skips most layers without a word. `export_language_model` refuses such a group, and keeps the output layer in eight bits. [The page for devices](../launch/edge.md) has the lines for Android, iOS and a Raspberry Pi.
@@ -1228,11 +1228,14 @@ for megabytes, milliseconds in devices:
 # With ours these are two lines. They also take a classifier of transformers, and raise an error if a convolution stays outside of XNNPACK:
 #
 # ```python
+# from recipes_lib.edge.export import export_to_executorch
+# from recipes_lib.edge.pt2e import quantize_pt2e
+#
 # graph = quantize_pt2e(model.eval(), images)
 # export_to_executorch(graph, (images[:1],), path="model.pte")
 # ```
 #
-# A language model of the hub, in some minutes:
+# A language model of the hub, which takes some twenty minutes on one core:
 #
 # ```python
 # from transformers import AutoModelForCausalLM, AutoTokenizer
