@@ -251,7 +251,7 @@ climb_in_pytorch("teacher", teacher)
 # %% [markdown]
 # ### 1. Efficient bases
 #
-# **What happens.** A usual convolution does two things at once: it looks at the neighbours of a pixel, and it mixes channels. MobileNet does one after the other. A *depthwise* convolution looks at neighbours, in each channel alone. A 1 × 1 convolution mixes channels, in each pixel alone.
+# **What happens.** A usual convolution does two things at once: it looks at the neighbours of a pixel, and it mixes channels. MobileNet does one after the other. A *depthwise* convolution looks at neighbours in each channel alone, a 1 × 1 convolution mixes channels in each pixel alone.
 #
 # ```text
 # usual          K filters, each over all C channels:       K · C · 9   products per pixel
@@ -842,7 +842,7 @@ print(f"in {in_cpp.seconds_per_call * 1e3:.3f} ms")
 #
 # ## Part B: a language model
 #
-# SmolLM2-135M has 30 blocks. Exporting all of them takes too long for a notebook, so its first four are exported and timed here. A recorded run has all 30. A model of four blocks writes nonsense, so the ladder asks something else about quality: how often the likeliest next token is that of PyTorch.
+# SmolLM2-135M has 30 blocks. Exporting all of them takes too long for a notebook, so its first four are exported and timed here. A recorded run has all 30. A model of four blocks writes nonsense, so the ladder asks how often the likeliest next token is that of PyTorch.
 #
 # ### 6. Deep and thin
 #
@@ -1032,9 +1032,9 @@ ladder.take_turns(rounds=sizes.rounds)
 ladder
 
 # %% [markdown]
-# In the lower half of the table *time for one* is the time of a token, and the first row is `generate`. The file in 32 bits writes the same tokens: so weights, positions and cache are right. It is larger than the model, because embedding and output layer share one table in PyTorch and have one each in the file.
+# In the lower half of the table *time for one* is the time of a token, and the first row is `generate`. The file in 32 bits writes the same tokens: so weights, positions and cache are right. It is larger than the model: embedding and output layer share one table in PyTorch, and have one each in the file.
 #
-# **The answer.** The four bits: *32 bits* → *4 bits* is 8 times as fast. Leaving Python brings 1.1 times here (2.5 times with all blocks, on the other machine below), and the two operators 2.6 times. The price of the four bits is in *same as first*: the likeliest token is another one in a quarter of the places. What that means for the whole model, its perplexity says.
+# **The answer.** The four bits: *32 bits* → *4 bits* is 8 times as fast. Leaving Python brings 1.1 times here (2.5 times with all blocks, on the other machine below), and the two operators 2.6 times. The price of the four bits is in *same as first*: the likeliest token is another one in a quarter of the places.
 #
 # **All 30 blocks**, in a recorded run:
 #
@@ -1235,21 +1235,7 @@ for megabytes, milliseconds in devices:
 # export_to_executorch(graph, (images[:1],), path="model.pte")
 # ```
 #
-# A language model of the hub, which takes some twenty minutes on one core:
-#
-# ```python
-# from transformers import AutoModelForCausalLM, AutoTokenizer
-#
-# from recipes_lib.edge.language_model import export_language_model, load_language_model
-#
-# name = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# model = AutoModelForCausalLM.from_pretrained(name).eval()
-# tokenizer = AutoTokenizer.from_pretrained(name)
-# export_language_model(model, path="smollm2.pte", tokenizer=tokenizer)
-# program = load_language_model("smollm2.pte")
-# ids = tokenizer("def read_lines(path):")["input_ids"]
-# print(tokenizer.decode(program.greedy(ids, 48)))
-# ```
+# A language model: [On a phone](../docs/phone.md) has the lines. They take some twenty minutes on one core.
 #
 # ## Exercise
 #
