@@ -93,10 +93,14 @@ def small(value: float) -> str:
 
 
 def times(value: float) -> str:
-    """A ratio with the range of its turns: "0.86× (0.82–0.96)"; † behind one that is withdrawn."""
+    """A ratio with the range of its turns: "0.86× (0.82–0.96)"; † behind one that is withdrawn.
+
+    One turn has no range.
+    """
     text = f"{value:.2f}×"
     if isinstance(value, Number) and value.low is not None:
-        text += f" ({value.low:.2f}–{value.high:.2f})"
+        if value.low < value.high:  # of several turns
+            text += f" ({value.low:.2f}–{value.high:.2f})"
         if value.withdrawn:
             text += "†"
     return text

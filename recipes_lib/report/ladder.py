@@ -8,9 +8,10 @@
     ladder["baseline"].seconds         # a number; .seconds_low and .seconds_high are its range
 
 Times on a shared machine only ever get longer, so what counts is the fastest turn of a row; its
-range stands beside it. A row is compared with the first one by the fastest turns of both, and the
-range takes in the ratios of single rounds. Where the slowest turn took more than 1.5 times as long
-as the fastest, another program disturbed the machine: the table and the file say so.
+range stands beside it. A row is compared with the first one by the fastest turns of both, among the
+rounds in which both took part, and the range takes in the ratios of these rounds. Where the slowest
+turn took more than 1.5 times as long as the fastest, another program disturbed the machine: the
+table and the file say so.
 
 `ladders` has the five ladders of the notebooks: each names its columns, and says
 what a row measures.
@@ -124,7 +125,7 @@ class Ladder:
             measured = look(turn)
         row = self.append(Row(name=name, group=group, **known, **measured))
         self._turns.wait(name, turn, build, kept=kept, peak=peak)
-        print(_wrapped_line(self.line(name)))
+        print(_wrapped_line(self.line(name).removeprefix(f"{name}: ")))
         return row
 
     def append(self, row: Row) -> Row:
@@ -208,23 +209,23 @@ class Ladder:
         self.save()
 
     def compare(self, row: Row, metric: str, other: str) -> None:
-        """Set the ratio of a row to another one: of the fastest turns of both, in whatever set.
+        """Set the ratio of a row to another one: of the fastest turns of both.
 
-        So it follows from the two times in the table. Its range takes in the single rounds in which
-        both took part. Without such a round it has no range.
+        Only the rounds in which both took part count: another hour may be a slower one. The range
+        takes in the ratios of these rounds. Without any, first impressions are compared.
         """
-        ratio = self._ratio(getattr(row, self.clock), getattr(self[other], self.clock))
         both = [took for took in self._turns.rounds if {row.name, other} <= took.keys()]
         if not both:
+            ratio = self._ratio(getattr(row, self.clock), getattr(self[other], self.clock))
             setattr(row, metric, ratio)
             return
-        each = [ratio]
-        for took in both:
-            beside = took[other][self.clock]
-            if row.name == other:  # beside its own fastest turn the range shows the noise
-                beside = getattr(row, self.clock)
-            each.append(self._ratio(took[row.name][self.clock], beside))
-        row.set_range(metric, ratio, min(each), max(each))
+        mine = [took[row.name][self.clock] for took in both]
+        theirs = [took[other][self.clock] for took in both]
+        ratio = self._ratio(min(mine), min(theirs))
+        if row.name == other:  # beside its own fastest turn the range shows the noise
+            theirs = [min(mine)] * len(mine)
+        each = [self._ratio(*took) for took in zip(mine, theirs)]
+        row.set_range(metric, ratio, min([ratio, *each]), max([ratio, *each]))
 
     def _ratio(self, mine: float, theirs: float) -> float:
         return theirs / mine if self.as_fast else mine / theirs

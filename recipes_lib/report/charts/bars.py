@@ -89,7 +89,7 @@ def bars(
     )
     names_inches = (max(text_width(name) for name in names) + 12) / POINTS
     for column, panel in zip(columns, axes[0], strict=True):
-        inches = (WIDTH - names_inches - 0.3) * column.width / sum(widths) - 0.1
+        inches = (WIDTH - names_inches - 0.3) * column.width / sum(widths) - 0.2
         _draw_column(panel, column, places, inches * POINTS)
     first = axes[0, 0]
     first.set_yticks([*places, *headings.values()], [*names, *headings])

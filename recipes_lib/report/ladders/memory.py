@@ -63,7 +63,7 @@ class MemoryLadder(Ladder):
         Column("loss", "loss", "nats", "{:.4f}".format),
         Column("prediction_error"),
     )
-    timed = ("ratio", "seconds")
+    timed = ("predicted_bytes", "ratio", "seconds")  # `climb` says the prediction before
 
     def __init__(self, name: str) -> None:
         """A ladder of bytes and seconds, with predictions and timelines."""
