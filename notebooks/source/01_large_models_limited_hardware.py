@@ -123,7 +123,7 @@ tokenizer = load_tokenizer()
 padding = tokenizer.pad_token_id
 options = dict(max_tokens=sizes.tokens)
 train = load_instructions(tokenizer, limit=100, **options)
-held_out = load_instructions(tokenizer, split="validation", limit=10, **options)
+held_out = load_instructions(tokenizer, split="validation", limit=8, **options)
 
 
 def batches_of(texts):
@@ -883,7 +883,7 @@ for_weights = partial(adamw, lr=5e-5)
 for_adapters = partial(adamw, lr=5e-4)
 combined = (to_16_bits, qlora, recipe_2)
 untrained = trained(optimizer_of=for_weights, steps=0)
-rounded = trained(*combined, optimizer_of=for_adapters, steps=0)
+untrained_packed = trained(*combined, optimizer_of=for_adapters, steps=0)
 losses = {
     "baseline": trained(optimizer_of=for_weights, step=train_step),
     fast_row: trained(apply_chunked_cross_entropy, optimizer_of=for_weights),
@@ -893,7 +893,9 @@ losses = {
     "LoRA, compiled": trained(to_16_bits, lora, recipe_2, optimizer_of=for_adapters),
     "everything combined": trained(*combined, optimizer_of=for_adapters),
 }
-print(f"held-out loss before training: {untrained:.2f}, in four bits {rounded:.2f}\n")
+print(
+    f"held-out loss before training: {untrained:.2f}, in four bits {untrained_packed:.2f}\n"
+)
 print(f"{'':<33}{'peak':>10}{'less':>7}{'time':>8}   loss after five steps")
 for name, loss in losses.items():
     row = ladder[name]
@@ -978,10 +980,12 @@ for shape in ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"):
 # **Guess first.** `PeakMemory` raises the error of a full card, here at half of what 32 texts take at once. Do two micro-batches fit?
 
 # %%
+from recipes_lib.core.measure import bytes_alive
 from recipes_lib.training.dynamic_batch import fit_micro_batches, halve_until_it_fits
 
 show(halve_until_it_fits)
 
+others = bytes_alive()  # of earlier cells
 on_device = copy.deepcopy(small).to(device)
 # Each of the four texts eight times: the mean loss and its gradients stay the same.
 many = {name: tensor.repeat(8, 1) for name, tensor in there.items()}
@@ -989,7 +993,8 @@ in_parts = partial(accumulate, on_device, many)
 with PeakMemory() as at_once:
     in_parts(1)
 on_device.zero_grad()
-with PeakMemory(limit_bytes=at_once.peak // 2):
+half = (at_once.peak - others) // 2
+with PeakMemory(limit_bytes=others + half):
     found = fit_micro_batches(in_parts, model=on_device, batch_size=32).micro_batches
 left = torch.cat([weight.grad.flatten() for weight in on_device.parameters()])
 assert torch.allclose(left.cpu(), right, atol=1e-5)
@@ -1107,7 +1112,8 @@ from recipes_lib.core.measure.machine import fast
 
 equation_off = abs(arithmetic / baseline.peak_bytes - 1)
 ladder.note(
-    held_out_loss={"untrained": untrained, "untrained, four bits": rounded} | losses,
+    held_out_loss={"untrained": untrained, "untrained, four bits": untrained_packed}
+    | losses,
     naive_error=naive_error,
     micro_batches=[found],
     source=model_source(),
