@@ -30,7 +30,7 @@
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA's row may look worse than yours.
+# A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA may look worse than yours.
 #
 # **In a hurry?** [A script](#A-script-to-copy) trains a model. [The run](#5.-The-run:-does-the-model-learn-the-task?) shows what each way learned and forgot. [Settings](#Which-settings-matter?) and [cards](#Which-card?) are two tables.
 #
@@ -88,8 +88,8 @@ print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
 # %%
 cpu = dict(
     model="smollm2",
-    rows=4,  # sentences in a step
-    steps=120,  # of the long runs
+    rows=3,  # sentences in a step
+    steps=115,  # of one pass through the pairs
     script_steps=10,  # of the script
     held_out=64,  # sentences that judge, and are never trained on
     rounds=3,  # of timing
@@ -110,9 +110,9 @@ sizes
 # %% [markdown]
 # ## The task, and one row of it
 #
-# A program makes the task, so an answer is right or wrong, to the letter. In one half of the sentences the digits of the time are *copied*: 8:45 am is 08:45. In the other half the hour is *changed*: 8:45 pm is 20:45, and 12:05 am is 00:05. A rule that copies, and understands nothing, is right in half of them. A model that gets no more has learned the form, and not the clock.
+# A program makes the task, so an answer is right or wrong, to the letter. In one half of the sentences the digits of the time are *copied*: 8:45 am is 08:45. In the other half the hour is *changed*: 8:45 pm is 20:45, and 12:05 am is 00:05. A rule that copies is right in half of them. A model that gets no more has learned the form, and not the clock.
 #
-# *Held-out* sentences judge a model, and it never trains on them. Their times of the clock, and four things to do, are in no training sentence. So no answer can be remembered. The forms of the sentences are the same in both parts.
+# *Held-out* sentences judge a model, and it never trains on them. Their times, and the things to do in them, are in no training sentence. So no answer can be remembered. The forms of the sentences are the same in both parts.
 
 # %%
 import gc
@@ -198,7 +198,7 @@ targets = check_labels(train_rows, tokenizer)
 print(f"right: {targets:.0%} of the tokens carry loss")
 
 # %% [markdown]
-# In TRL, rows with `prompt` and `completion` learn the completion only, by default. Rows of `messages` need `assistant_only_loss=True` and a chat template with `{% generation %}` marks; TRL adds the marks to templates that it knows, and to no other. In Unsloth it is `train_on_responses_only`. With long questions, short answers and few rows it can help to learn the questions, too (Shi et al.).
+# In TRL, rows with `prompt` and `completion` learn the completion only. Rows of `messages` need `assistant_only_loss=True`, and a chat template with `{% generation %}` marks. TRL adds the marks to templates that it knows. In Unsloth it is `train_on_responses_only`.
 #
 # ## A script to copy
 #
@@ -237,15 +237,12 @@ print(f"right: {targets:.0%} of the tokens carry loss")
 # trainer.save_model()
 # ```
 #
-# A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. Section 5 shows why the rate is 3e-4. The same calls run below, with a model in a folder, as one of the hub would be, a larger rate and fewer steps.
+# A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. Section 5 shows why the rate is 3e-4. The same calls run below, with a larger rate and fewer steps.
 
 # %%
-from datasets import Dataset, disable_progress_bars
-
-from recipes_lib.fine_tuning.adapter_files import save_merged
+from peft import LoraConfig
 
 half = here.compute_dtype  # bf16 where it is native, fp16 on a T4, else fp32
-disable_progress_bars()
 
 
 def base(dtype=torch.float32):
@@ -254,40 +251,11 @@ def base(dtype=torch.float32):
     return load_model(sizes.model, dtype=dtype)
 
 
-def as_messages(pairs):
+def as_messages(pair):
     """Lists of messages get the chat template; plain strings would get none."""
-    rows = []
-    for pair in pairs:
-        question = {"role": "user", "content": pair["prompt"]}
-        answer = {"role": "assistant", "content": pair["completion"]}
-        rows.append({"prompt": [question], "completion": [answer]})
-    return Dataset.from_list(rows)
-
-
-save_merged(base(half), folder / "base", tokenizer=tokenizer, dtype=half)
-NAME = str(folder / "base")  # or a hub id: "HuggingFaceTB/SmolLM2-135M-Instruct"
-of_machine = dict(
-    use_cpu=here.device == "cpu",
-    bf16=half is torch.bfloat16,
-    fp16=half is torch.float16,
-    model_init_kwargs={"dtype": str(half).removeprefix("torch.")},
-)
-of_this_page = dict(
-    output_dir=str(folder / "trl"),
-    save_strategy="no",
-    report_to="none",
-    logging_steps=1,
-    disable_tqdm=True,
-    train_sampling_strategy="sequential",  # to compare with our loop
-)
-data = dict(
-    train_dataset=as_messages(pairs[: sizes.rows * sizes.script_steps]),
-    eval_dataset=as_messages(to_watch[:8]),
-)
-
-# %%
-from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer
+    question = {"role": "user", "content": pair["prompt"]}
+    answer = {"role": "assistant", "content": pair["completion"]}
+    return {"prompt": [question], "completion": [answer]}
 
 
 def adapters():
@@ -295,6 +263,28 @@ def adapters():
     return LoraConfig(r=16, lora_alpha=32, **linear)
 
 
+# A folder with a model, as one of the hub would be.
+NAME = str(folder / "base")  # or "HuggingFaceTB/SmolLM2-135M-Instruct"
+base(half).save_pretrained(NAME)
+tokenizer.save_pretrained(NAME)
+
+# %%
+from datasets import Dataset, disable_progress_bars
+from trl import SFTConfig, SFTTrainer
+
+disable_progress_bars()
+of_this_page = dict(
+    output_dir=str(folder / "trl"),
+    use_cpu=here.device == "cpu",
+    bf16=half is torch.bfloat16,
+    fp16=half is torch.float16,
+    model_init_kwargs={"dtype": str(half).removeprefix("torch.")},
+    save_strategy="no",
+    report_to="none",
+    logging_steps=1,
+    disable_tqdm=True,
+    train_sampling_strategy="sequential",  # to compare with our loop
+)
 settings = SFTConfig(
     learning_rate=1e-3,  # to see something in ten steps; begin with 3e-4
     lr_scheduler_type="cosine",
@@ -303,10 +293,16 @@ settings = SFTConfig(
     per_device_train_batch_size=sizes.rows,
     gradient_checkpointing=False,
     eval_strategy="epoch",
-    **of_machine,
     **of_this_page,
 )
-trainer = SFTTrainer(NAME, settings, peft_config=adapters(), **data)
+few_pairs = pairs[: sizes.rows * sizes.script_steps]
+trainer = SFTTrainer(
+    NAME,
+    settings,
+    train_dataset=Dataset.from_list([as_messages(pair) for pair in few_pairs]),
+    eval_dataset=Dataset.from_list([as_messages(pair) for pair in to_watch[:8]]),
+    peft_config=adapters(),
+)
 
 # %%
 from peft import get_peft_model_state_dict
@@ -340,7 +336,7 @@ print("training loss", *(f"{loss:.3f}" for loss in their_losses))
 print("held-out loss", *(f"{e['eval_loss']:.3f}" for e in history if "eval_loss" in e))
 
 # %% [markdown]
-# Ten steps teach the form: the answer is JSON with the right day. Its time is copied, and 11:10 pm is 23:10. What do more steps bring, what do they take, and is the number at the end luck?
+# Ten steps teach the form: the answer is JSON with the right day. Its time is copied, and 11:10 pm is 23:10. What do more steps bring, and what do they take?
 #
 # ## The loop inside
 #
@@ -349,6 +345,7 @@ print("held-out loss", *(f"{e['eval_loss']:.3f}" for e in history if "eval_loss"
 # %%
 from itertools import islice
 
+import trl
 from peft import get_peft_model, set_peft_model_state_dict
 from transformers import get_cosine_schedule_with_warmup
 
@@ -365,7 +362,7 @@ def own_loss(model, batch):
     return model(**batch, use_cache=False).loss
 
 
-def take_step(model, batch, optimizer, loss_of=own_loss):
+def take_step(model, optimizer, batch, loss_of=own_loss):
     with in_half():
         loss = loss_of(model, batch)  # forward
     scaler.scale(loss).backward()
@@ -389,7 +386,7 @@ def train(model, batches, rate, loss_of=own_loss):
     schedule = get_cosine_schedule_with_warmup(optimizer, warmup, len(batches))
     model.train()
     for batch in batches:
-        yield take_step(model, batch, optimizer, loss_of)
+        yield take_step(model, optimizer, batch, loss_of)
         schedule.step()
 
 
@@ -410,17 +407,17 @@ set_peft_model_state_dict(ours, begun)  # the adapters that the trainer began wi
 their_batches = in_batches(list(trainer.train_dataset), sizes.rows)
 our_losses = list(islice(train(ours, their_batches, 1e-3), 4))
 apart = max(abs(a - b) for a, b in zip(their_losses, our_losses))
-print("TRL      ", *(f"{loss:.3f}" for loss in their_losses[:4]))
-print("our loop ", *(f"{loss:.3f}" for loss in our_losses))
+print(f"TRL {trl.__version__:<8}", *(f"{loss:.3f}" for loss in their_losses[:4]))
+print("our loop    ", *(f"{loss:.3f}" for loss in our_losses))
 print(f"they are {apart:.3f} apart at most")
 del trainer, ours
 
 # %% [markdown]
-# The same losses, to a hundredth. The Trainer also has checkpoints, callbacks and several GPUs.
+# Four steps have the same losses, to a hundredth. The Trainer also has checkpoints, callbacks and several GPUs.
 #
 # ## What a step needs
 #
-# A weight that trains has 4 bytes, and AdamW keeps two more numbers of 4 bytes for it, its *states*. A weight that is frozen has no states and no gradient.
+# A weight that trains has 4 bytes, and AdamW keeps two more numbers of 4 bytes for it, its *states*. A weight that is frozen has no states and no gradient. In full fine-tuning nothing is frozen.
 #
 # $$\text{bytes} = b \cdot \text{frozen} + (4 + 8) \cdot \text{trained} + \max(\text{activations} + \text{logits},\ 4 \cdot \text{trained})$$
 #
@@ -454,7 +451,7 @@ del shapes
 # %% [markdown]
 # ## 1. Is it better, or is it luck?
 #
-# Two numbers judge a model. The score is the number of answers that are right to the letter. The *held-out loss* is the cross-entropy on new sentences, per token of the answers, in *nats*, the unit of the natural logarithm. Other sentences would give other numbers, so each has an interval of 95 %. For a score it is Wilson's formula. To compare two models, take the differences on the *same* sentences: what makes a sentence hard for both is then gone. Draw from them with replacement, 2,000 times: the middle 95 % of the means are the interval.
+# Two numbers judge a model. The *score* counts the answers that are right to the letter. The *held-out loss* is the cross-entropy on new sentences, per token of the answers. Its unit is the *nat*. Other sentences would give other numbers, so each has an interval of 95 %. Two models are compared on the *same* sentences: what makes a sentence hard for both is then gone. The interval of a difference comes from drawing the sentences anew, with replacement, 2,000 times.
 #
 # A model that learns a task can forget what it knew. So an examination also asks how well it predicts text of another kind: 32 pieces of the source code of Python. *Perplexity*, e to the loss per token, says among how many tokens the model hesitates.
 
@@ -468,6 +465,7 @@ from recipes_lib.fine_tuning.honest_evaluation import (
     compare,
     held_out_losses,
     plain_paired_bootstrap,
+    score_interval,
 )
 
 wanted = [pair["completion"] for pair in questions]
@@ -503,64 +501,41 @@ def examine(model):
     )
 
 
-def wilson(right, z=1.96):
-    """The 95 % interval of a score, in answers."""
-    count = len(right)
-    share = right.mean().item()
-    middle = share + z * z / (2 * count)
-    half_width = z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
-    whole = 1 + z * z / count
-    return count * (middle - half_width) / whole, count * (middle + half_width) / whole
-
-
-def in_words(right):
-    low, high = wilson(right)
-    return (
-        f"{right.sum():.0f} of {len(right)} right ({low:.0f} to {high:.0f}): "
-        f"{right[~changed].sum():.0f} copied hours, {right[changed].sum():.0f} changed ones"
-    )
+def marks(right):
+    """How many are right, with the interval, and how many of the changed hours."""
+    low, high = score_interval(right)
+    return f"{right.sum():.0f} ({low:.0f} to {high:.0f}) | {right[changed].sum():.0f}"
 
 
 # %% [markdown]
 # A prompt with examples costs no training, and neither does the rule that copies. They are what fine-tuning has to beat. **Guess first:** how many answers are right before training, if the question stands alone, and if four examples stand before it?
 
 # %%
-from recipes_lib.core.data.tokens_and_labels import tokenize_chat
-
 model = base()
 before = examine(model)
-
-
-def turns_of(pair, train=True):
-    """A question and its answer; with `train` False nothing is learned of the answer."""
-    answer = {"role": "assistant", "content": pair["completion"], "train": train}
-    return [{"role": "user", "content": pair["prompt"]}, answer]
-
 
 # The form in words, then examples as earlier turns, two of each half.
 form = "Answer with JSON: the day, the time as HH:MM of 24 hours, and what to do."
 examples = [{"role": "system", "content": form}]
-for pair in pairs[:4]:
-    examples += turns_of(pair, train=False)
-conversations = []
-for question in questions:
-    conversations += tokenize_chat(tokenizer, [*examples, *turns_of(question)])
-answers = write(model, conversations)
-times = [re.findall(r"\d\d:\d\d", answer) for answer in [*answers, *wanted]]
+for turns in map(as_messages, pairs[:4]):
+    examples += turns["prompt"] + turns["completion"]
+asked = []
+for turns in map(as_messages, questions):
+    asked.append(turns | {"prompt": examples + turns["prompt"]})
+answers = write(model, load_instructions(tokenizer, dataset=asked))
+
 prompted = are_right(answers)
-same_time = sum(a == b for a, b in zip(times, times[len(answers) :]))
 rule = 1 - changed.double()  # right where the digits are copied
-print("copying the digits:", in_words(rule))
-print("question alone:    ", in_words(before.right))
-print("after 4 examples:  ", in_words(prompted))
-print(f"  their time alone is right in {same_time}")
+print(f"right of {len(wanted)} (interval) | of the {sum(changes_hour)} changed hours")
+print("copying the digits:", marks(rule))
+print("question alone:    ", marks(before.right))
+print("after 4 examples:  ", marks(prompted))
 print(f"one of them: {answers[0]}\nwanted:      {wanted[0]}")
-print(f"held-out loss {before.losses}")
 print(f"perplexity of source code {math.exp(before.other.mean):.1f}")
 del model
 
 # %% [markdown]
-# To the letter the prompt gets one answer; its time alone is right in 7. For a model this small, examples are a weak opponent. With a large model, try a prompt before any training. No interval covers another seed of the training, nor other forms of sentence: hold out a form, too.
+# The prompt gets one answer. For a model this small, examples are a weak opponent. With a large model, try a prompt before any training.
 #
 # ## 2. LoRA: train a small correction
 #
@@ -573,7 +548,7 @@ del model
 #
 # *B* begins as zero, so training begins at the pretrained model. The *rank* r is the width of the correction: how much it can learn. *Alpha* scales it by alpha / r. 16 and 32 are usual; who leaves them alone has one thing to look for, the learning rate. The line to write is `get_peft_model(model, LoraConfig(…))`, as in `with_lora` above.
 #
-# `climb` predicts the bytes of a step from tensors that have a shape and no numbers, then counts those of a real step, and adds a row to a table. Both count tensors only: the process takes more. The rate of these steps is zero, so *loss* is that of the model before training. **Guess first:** by how much does LoRA lower the peak?
+# `climb` predicts the bytes of a step from tensors that have a shape and no numbers. Then it counts those of a real step, and adds a row to a table. Both count tensors only: the process takes more. *Change* is against full fine-tuning. The rate is zero, so *loss* is that of the model before training. **Guess first:** by how much does LoRA lower the peak?
 
 # %%
 from functools import partial
@@ -590,24 +565,21 @@ ladder = MemoryLadder("05_fine_tuning_pretrained_models")
 def climb(name, make, loss_of=own_loss):
     def build():
         model = make().train()
-        return model, optimizer_of(model, 0.0), partial(compared_step, loss_of=loss_of)
+        step = partial(take_step, batch=compared, loss_of=loss_of)
+        return model, optimizer_of(model, 0.0), step
 
     ladder.climb(name, build)
-
-
-def compared_step(model, optimizer, loss_of):
-    return take_step(model, compared, optimizer, loss_of)
 
 
 climb("full fine-tuning", base)
 climb("LoRA", with_lora)
 
 # %% [markdown]
-# Each row says when its peak is, and what is there at that moment. *Other* is none of the four: with all weights a second gradient of the embedding, which is the output layer, too; with LoRA two tables of logits. The equation leaves these out. With them it closes. Full fine-tuning: 1,539 that stay + 513 of gradients + 108 of the embedding = 2,160 MiB, and 2,161 are counted. LoRA: 312 that stay + 210 of activations + 78 of logits = 600 MiB, as counted. The states and the gradients of the frozen weights are gone.
+# Each row says when its peak is, and what is there at that moment. *Other* is none of the four: with all weights a second gradient of the embedding, which is the output layer, too; with LoRA two tables of logits. The equation takes the larger of two terms; with *other* it closes. Full fine-tuning: 1,539 that stay + 513 of gradients + 108 of the embedding = 2,160 MiB, and 2,161 are counted. LoRA: 312 that stay + 210 of activations + 78 of logits = 600 MiB, as counted.
 #
 # ## 3. QLoRA: the frozen weights in four bits
 #
-# 64 weights share a scale, and each becomes one of 16 levels. A layer unpacks its weights when it is called, and multiplies in 16 bits, as LoRA does here. The lines of transformers, and `apply_qlora` of this repository, which starts from a model in memory:
+# 64 weights share a scale, and each becomes one of 16 levels. A layer unpacks its weights when it is called, and multiplies in 16 bits, as LoRA does here. Below are the lines of transformers, and `apply_qlora` of this repository, which starts from a model in memory.
 
 # %%
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -640,7 +612,7 @@ del theirs, ours
 climb("QLoRA", with_qlora)
 
 # %% [markdown]
-# 163 that stay + 210 + 78 = 451 MiB, and 450 are counted. Before training, the loss on this batch is 0.237 nats above that of full fine-tuning. LoRA in bf16 is 0.010 above it, so nearly all of that is the price of four bits. Take them only where the 16-bit weights do not fit.
+# 163 that stay + 210 + 78 = 451 MiB, and 450 are counted. Before training, the loss on this batch is 0.237 nats above that of full fine-tuning. For LoRA it is 0.010, so nearly all of that is the price of four bits. Take them only where the 16-bit weights do not fit.
 #
 # `prepare_model_for_kbit_training` is not called: it turns checkpointing on, and makes the embedding fp32, which doubles its bytes. `apply_qlora` also closes a trap of bitsandbytes on CPUs ([TRAPS.md](../TRAPS.md)).
 #
@@ -671,7 +643,7 @@ del model
 climb("everything combined", with_qlora, loss_of=answer_loss)
 
 # %% [markdown]
-# That is 12 % less than QLoRA, and not half, although half of the tokens carry loss: answers begin at different places, and the weights and the activations of the blocks stay. In TRL 1.16 it is `SFTConfig(loss_type="nll")`, its default. On a GPU it drops the tokens without a label, and takes the rest in tiles.
+# That is 12 % less than QLoRA, and not half, although half of the tokens carry loss: answers begin at different places, and the weights and the activations of the blocks stay. In TRL it is `SFTConfig(loss_type="nll")`, its default. On a GPU that one drops the tokens without a label, and takes the rest in parts.
 #
 # *Everything combined* is QLoRA with this loss. Now the steps are timed in turns, and each time is that of the fastest turn:
 
@@ -685,7 +657,7 @@ ladder
 #
 # ## 5. The run: does the model learn the task?
 #
-# All ways take the same pairs in the same order, and the loss of section 4. *LoRA Without Regret* (Thinking Machines, 2025) found in many long runs that adapters want about ten times the learning rate of full fine-tuning. So LoRA and QLoRA run at 1e-3, ten times the 1e-4 of full fine-tuning. LoRA also runs at 3e-4, where it learns more slowly: there it sees each pair twice. An examination judges the model that will be served: its adapters are added to the weights first. **Guess first:** which ends best, by more than chance, and which forgets least?
+# All ways take the same 345 pairs in the same order, with the loss of section 4. *LoRA Without Regret* (Thinking Machines, 2025) found in many long runs that adapters want about ten times the learning rate of full fine-tuning. That runs here at 1e-4, and LoRA once at 1e-3. LoRA and QLoRA also run at 3e-4, where they learn more slowly: there they see each pair twice. An examination judges the model that will be served: its adapters are added to the weights first. **Guess first:** which ends best, and which forgets least?
 
 # %%
 from recipes_lib.fine_tuning.qlora import merge_qlora
@@ -693,8 +665,8 @@ from recipes_lib.fine_tuning.qlora import merge_qlora
 ways = {  # the model, the rate, and how often it sees each pair
     "full fine-tuning": (base, 1e-4, 1),
     "LoRA": (with_lora, 3e-4, 2),
+    "QLoRA": (with_qlora, 3e-4, 2),
     "LoRA, large rate": (with_lora, 1e-3, 1),
-    "QLoRA, large rate": (with_qlora, 1e-3, 1),
 }
 
 
@@ -704,21 +676,21 @@ def to_serve(model, name):
         return model
     # The adapters alone.
     model.save_pretrained(folder / name, save_embedding_layers=False)
-    if name.startswith("QLoRA"):
+    if name == "QLoRA":
         return merge_qlora(model)
     return model.merge_and_unload()
 
 
 after = {}
 losses = {}
-hard = questions[3]["prompt"]
-print(hard)
-for name, (make, rate, epochs) in ways.items():
+hard = 3  # the number of a question
+print(questions[hard]["prompt"])
+for name, (make, rate, passes) in ways.items():
     model = make()
-    losses[name] = list(train(model, epochs * batches, rate, answer_loss))
+    losses[name] = list(train(model, passes * batches, rate, answer_loss))
     model = to_serve(model, name)
     after[name] = examine(model)
-    print(f"{name}: {in_words(after[name].right)}\n    {after[name].answers[3]}")
+    print(f"{name}: {after[name].answers[hard]}")
     if name == "LoRA":
         served = model
 del model
@@ -726,19 +698,13 @@ del model
 # %%
 from recipes_lib.report.charts.lines import lines
 
-WINDOW = min(10, sizes.steps)
-
-
-def smooth(losses):
-    """The mean over ten steps: single batches are easy or hard."""
-    curve = []
-    for end in range(WINDOW, len(losses) + 1):
-        curve.append((end, sum(losses[end - WINDOW : end]) / WINDOW))
-    return curve
-
-
+WINDOW = min(10, sizes.steps)  # steps: single batches are easy or hard
+curves = {}
+for name in ("full fine-tuning", "LoRA", "QLoRA"):
+    means = torch.tensor(losses[name]).unfold(0, WINDOW, 1).mean(1).tolist()
+    curves[name] = list(enumerate(means, start=WINDOW))
 lines(
-    {f"{name}, {ways[name][1]:.0e}": smooth(each) for name, each in losses.items()},
+    curves,
     title="First the form is learned, then the clock",
     dots=False,
     xlabel="step",
@@ -750,18 +716,6 @@ lines(
 # %%
 from IPython.display import display
 
-table = (
-    f"| way | rate | steps | right of {len(wanted)} (interval) "
-    f"| of the {sum(changes_hour)} changed hours "
-    f"| held-out loss | perplexity of source code, × before (interval) |\n"
-    "|---|--:|--:|--:|--:|--:|--:|\n"
-)
-
-
-def score(right):
-    low, high = wilson(right)
-    return f"{right.sum():.0f} ({low:.0f} to {high:.0f}) | {right[changed].sum():.0f}"
-
 
 def forgotten(losses):
     """By which factor the perplexity of source code rises, with its interval."""
@@ -770,15 +724,20 @@ def forgotten(losses):
     return f"{math.exp(change.difference):.2f} ({low:.2f} to {high:.2f})"
 
 
-table += f"| copying the digits | | | {score(rule)} | | |\n"
-table += f"| four examples | | | {score(prompted)} | | |\n"
-table += f"| before | | | {score(before.right)} | {before.losses.mean:.3f} | |\n"
+table = (
+    f"| way | rate | steps | right of {len(wanted)} (interval) "
+    f"| of the {sum(changes_hour)} changed hours "
+    f"| held-out loss | perplexity of source code, × before (interval) |\n"
+    "|---|--:|--:|--:|--:|--:|--:|\n"
+    f"| copying the digits | | | {marks(rule)} | | |\n"
+    f"| before | | | {marks(before.right)} | {before.losses.mean:.3f} | 1 |\n"
+)
 for name, found in after.items():
     table += (
-        f"| {name} | {ways[name][1]:.0e} | {len(losses[name])} | {score(found.right)} "
+        f"| {name} | {ways[name][1]:.0e} | {len(losses[name])} | {marks(found.right)} "
         f"| {found.losses.mean:.3f} | {forgotten(found.other)} |\n"
     )
-table += f"| four bits alone, untrained | | | | | | {forgotten(rounded)} |\n"
+table += f"| four bits, untrained | | | | | | {forgotten(rounded)} |\n"
 display({"text/markdown": table, "text/plain": table}, raw=True)
 
 
@@ -789,40 +748,25 @@ def more_right(first, second):
     return f"{100 * difference:+.0f} points ({100 * low:+.0f} to {100 * high:+.0f})"
 
 
-looks = {
-    "full fine-tuning → LoRA": ("full fine-tuning", "LoRA"),
-    "LoRA → LoRA, large rate": ("LoRA", "LoRA, large rate"),
-    "LoRA → QLoRA, both at the large rate": ("LoRA, large rate", "QLoRA, large rate"),
-}
-for look, (first, second) in looks.items():
-    print(f"{look}: right {more_right(after[first].right, after[second].right)}")
-    print(f"    source code {compare(after[first].other, after[second].other)}")
-
-# %%
-from recipes_lib.report.charts.points import points
-
-places = {"before": (0, 1.0)}
-for name, found in after.items():
-    rise = math.exp(found.other.mean - before.other.mean)
-    places[f"{name}, {ways[name][1]:.0e}"] = (found.right.sum().item(), rise)
-points(
-    places,
-    title="The rate decides what is forgotten",
-    xlabel=f"answers right, of {len(wanted)}",
-    ylabel="perplexity of source code, × before",
-    yscale="log",
-)
+pairs_of_ways = [
+    ("full fine-tuning", "LoRA"),
+    ("LoRA", "QLoRA"),
+    ("LoRA", "LoRA, large rate"),
+]
+for one, other in pairs_of_ways:
+    print(f"{one} → {other}: right {more_right(after[one].right, after[other].right)}")
+    print(f"    source code {compare(after[one].other, after[other].other)}")
 
 # %% [markdown]
-# **What was learned.** The rule that copies gets 32 of 64, so look at the changed hours, where it gets none. From one pass through the pairs full fine-tuning gets all 32. LoRA at 3e-4 gets 30 from two passes, and at 1e-3 26 from one. The first picture shows two stages. The loss falls to about 0.1, which is the form. It stays there for a while, and falls again where the hours are learned. A run that ends before that has a small loss and no clock: judge by the score.
+# **What was learned.** The rule that copies gets none of the changed hours, so look at those. Full fine-tuning gets most from one pass through the pairs, and LoRA at 3e-4 nearly as many from two. The picture shows two stages. The loss falls to about 0.1, which is the form. It stays there for a while, and falls again where the hours are learned. A run that ends before that has a small loss and no clock: judge by the score.
 #
-# **What was forgotten belongs to the rate.** At 1e-3 LoRA makes the perplexity of source code × 13.43. At 3e-4 it is × 1.51, with twice the steps. So a frozen base alone protects nothing: the adapters act on all text, and a large rate makes them large. Ten times the rate of full fine-tuning is advice for learning. The other half is to look at text that the model must keep. All weights trained at one rate only, so this says nothing of each way at its best.
+# **What was forgotten.** Compare the two rates of LoRA: the large one forgets far more, in half of the steps. So a frozen base alone protects nothing: the adapters act on all text, and a large rate makes them large. Ten times the rate of full fine-tuning is advice for learning. The other half is to look at text that the model must keep.
 #
-# **LoRA or all weights?** Full fine-tuning has 64 right, and LoRA at 3e-4 61: three sentences, too few for a rank. Full fine-tuning forgets less, × 1.35; the difference of 0.11 nats is more than chance. Biderman et al. found another order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. What LoRA saves here is memory, 72 % of the peak. What it costs is steps: 240 for 120, each in 0.77 of the time, 1.54 times as long in all.
+# **LoRA or all weights?** What LoRA saves is memory. What it costs is steps: here twice as many. Biderman et al. found with 7 billion weights, on code and mathematics, that LoRA learns less and forgets less. This run shows no such thing: all weights ran at one rate only.
 #
-# **QLoRA** gets 44, against LoRA's 55 at the same rate and steps: 17 points less, more than chance. Of its × 18.70 the rounding alone is × 1.26, and nearly all the rest is the rate. So begin with the small rate here, too, and count on more passes; this page did not run that.
+# **QLoRA** learns less than LoRA at the same rate and steps. Count on more passes.
 #
-# **How far to trust it.** Each way ran once, with one seed. The intervals say what other sentences would show, and not what another seed would: 64, 61 and 55 may change places. × 1.5 and × 13 will not. 32 pieces of source code, 64 tokens each, stand for no conversation and no long text. Rows of other kinds among yours may keep more; no run here tried it.
+# **How far to trust it.** Each way ran once. The intervals say what other sentences would show, and not what another seed would. 32 pieces of source code stand for no conversation and no long text. Rows of other kinds among yours may keep more; no run here tried it.
 #
 # ## 6. Save, serve
 #
@@ -836,26 +780,20 @@ print(f"an adapter file has {size / 2**20:.0f} MiB")
 served.save_pretrained(folder / "mine")
 tokenizer.save_pretrained(folder / "mine")
 again = AutoModelForCausalLM.from_pretrained(folder / "mine", dtype=half)
-elsewhere = PeftModel.from_pretrained(base(half), folder / "QLoRA, large rate")
-files = {
-    "LoRA, merged, loaded again": (again, "LoRA"),
-    "QLoRA's adapter on the 16-bit base": (
-        elsewhere.merge_and_unload(),
-        "QLoRA, large rate",
-    ),
-}
-deployed = {}
-for name, (model, judged) in files.items():
-    right = are_right(write(model.to(here.device), held_out))
-    deployed[name] = int(right.sum())
-    print(
-        f"{name}: {right.sum():.0f} right, judged {after[judged].right.sum():.0f}, "
-        f"{more_right(after[judged].right, right)}"
-    )
-del model, files, served, again, elsewhere
+loaded = again.state_dict()
+for name, tensor in served.state_dict().items():
+    assert torch.equal(tensor.cpu(), loaded[name])
+print("LoRA, merged, saved and loaded: the same weights, bit by bit")
+
+elsewhere = PeftModel.from_pretrained(base(half), folder / "QLoRA").merge_and_unload()
+moved = are_right(write(elsewhere.to(here.device), held_out))
+print(f"QLoRA's adapter, where it was trained:   {marks(after['QLoRA'].right)}")
+print(f"QLoRA's adapter on the 16-bit base:      {marks(moved)}")
+print(f"    {more_right(after['QLoRA'].right, moved)}")
+del served, again, loaded, elsewhere
 
 # %% [markdown]
-# The model that was loaded is the one that was judged. QLoRA's adapter beside the 16-bit weights is another model: it learned beside the rounded ones. It gets 36 answers for 44, 12 points less, in an interval of -27 to 0. Examine what you deploy, by its answers.
+# The model that was loaded is the one that was judged. QLoRA's adapter beside the 16-bit weights is another model: it learned beside the rounded ones. The last lines say by how many answers. Examine what you deploy, by its answers.
 #
 # A wrong time is valid JSON, so no parser catches it. Check such an answer against the sentence: where it says *pm*, the hour is 12 or more; where it says *am*, it is below 12.
 #
@@ -880,7 +818,6 @@ del model, files, served, again, elsewhere
 # Reminders have nearly one length, so the data here are functions of Python with their docstrings. **Guess first:** what happens to the loss if the positions are forgotten?
 
 # %%
-from recipes_lib.core.measure import in_turns
 from recipes_lib.training.sequence_packing import (
     check_document_mask,
     collate_packed,
@@ -901,45 +838,29 @@ with torch.no_grad():
 print(f"each document alone       {alone.mean:.4f}")
 print(f"packed                    {together:.4f}")
 print(f"packed without positions  {leaking:.4f}\n")
+del model
 
 rows = pack_sequences(documents, length=256)
 by_length = sorted(documents, key=lambda row: len(row["labels"]))
-packed_two = partial(collate_packed, device=here.device, **padding)
 work = {
     "padded": in_batches(documents, 4),
     "sorted by length": in_batches(by_length, 4),
-    "packed": [packed_two(rows[start : start + 2]) for start in range(0, len(rows), 2)],
+    "packed": [
+        collate_packed(rows[start : start + 2], device=here.device, **padding)
+        for start in range(0, len(rows), 2)
+    ],
 }
-del decoder_blocks(model)[10:]  # to be quick: what counts is the ratio
-model = get_peft_model(model, adapters()).train()
-
-
-def forward_and_backward(model, batches):
-    for batch in batches:
-        with in_half():
-            loss = answer_loss(model, batch)
-        scaler.scale(loss).backward()
-
-
-useful = {}
 padding_of = {}
 read = sum(len(row["labels"]) for row in documents)
-turns = {name: partial(forward_and_backward, model, work[name]) for name in work}
-turns.pop("sorted by length")  # its padding says enough
-times = in_turns(turns, rounds=sizes.rounds)
 for name, batches_of_work in work.items():
     computed = sum(batch["input_ids"].numel() for batch in batches_of_work)
     padding_of[name] = 1 - read / computed
-    print(f"{name:<17}{padding_of[name]:4.0%} padding, {len(batches_of_work)} batches")
-for name, seconds in times.items():
-    useful[name] = read / min(seconds)
-    print(
-        f"{name:<17}{useful[name] / useful['padded']:.2f}× the useful tokens per second"
-    )
-del model, turns
+    print(f"{name:<17}{padding_of[name]:4.0%} padding")
 
 # %% [markdown]
-# Without positions the loss looks *better*: a later document reads the earlier ones, as none does in use. With positions, the loss is that of each document alone. Packing reads 1.49 times the useful tokens per second: padding falls from 37 % to 11 %. Sorting by length leaves 13 %. In TRL it is `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. Its default strategy cuts what is longer than `max_length`: leave long rows out before. A packed batch holds more pairs, so an epoch has fewer steps: look for the learning rate again. Models without such attention, like Mamba, take sorted rows: `train_sampling_strategy="group_by_length"`.
+# Without positions the loss looks *better*: a later document reads the earlier ones, as none does in use. With positions, the loss is that of each document alone. Padding falls from 37 % to 11 %, and by sorting alone to 13 %.
+#
+# In TRL it is `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. TRL cuts what is longer than `max_length`: leave long rows out before. A packed batch holds more pairs, so an epoch has fewer steps: look for the learning rate again. Models without such attention, like Mamba, take sorted rows: `train_sampling_strategy="group_by_length"`.
 #
 # ## 8. Experts: what LoRA leaves untrained, in silence
 #
@@ -983,8 +904,8 @@ with torch.device("meta"):
 # ## Take this home
 #
 # - The script above, for one GPU or several (`accelerate launch`).
-# - [scripts/finetune.py](../scripts/finetune.py): one file with our recipes, packed rows, checkpoints and the score. It trains LoRA at 1e-3 for 200 steps of packed rows, and its first lines record 48 of 48 answers.
-# - A command: `python -m recipes_lib finetune --model NAME --data pairs.jsonl --learning-rate 3e-4 --output run`. After a crash it goes on with `--resume`, as if never stopped ([docs/finetune.md](../docs/finetune.md)).
+# - [scripts/finetune.py](../scripts/finetune.py): one file with our recipes, packed rows, checkpoints and the score. Its first lines say what it reached.
+# - A command: `python -m recipes_lib finetune --model NAME --data pairs.jsonl --learning-rate 3e-4 --output run`. After a crash it goes on with `--resume` ([docs/finetune.md](../docs/finetune.md)).
 #
 # ## Which settings matter?
 #
@@ -992,7 +913,7 @@ with torch.device("meta"):
 # |---|---|---|
 # | **labels** | answers only | wrong ones train something else, without an error |
 # | **learning rate** | LoRA 3e-4; all weights 1e-4, with billions of them 1e-5 to 2e-5 (not run here) | decides what is learned and what is forgotten: section 5 |
-# | **pairs** | as many as you can check | a few hundred teach a form; the score says when it is enough |
+# | **pairs** | as many as you can check | the score says when it is enough |
 # | **what trains** | all linear layers | name the layers where a model has experts: section 8 |
 # | rank and alpha | 16 and 32 | few pairs need no more; look at the rate first |
 # | rows in a step | 4 to 32 | adapters like large batches less than all weights do (LoRA Without Regret) |
@@ -1001,7 +922,7 @@ with torch.device("meta"):
 #
 # ## Which card?
 #
-# The same arithmetic for 8 billion parameters and four rows of 2,048 tokens. The rows that train all weights count weights and states in 16 bits, which flatters them: this page gave them 32. No card has run these predictions here.
+# The same arithmetic for 8 billion parameters and four rows of 2,048 tokens: what fits, of all that the doctor of this repository tries. No card has run these predictions here.
 
 # %%
 from recipes_lib.core.model import model_of_shape
@@ -1010,21 +931,21 @@ from recipes_lib.workflows.out_of_memory_doctor import diagnose
 eight_billion = model_of_shape("llama-3.1-8b", dtype=torch.bfloat16, device="meta")
 for card in ("T4", "RTX 4090", "H100"):
     diagnosis = diagnose(model=eight_billion, batch_size=4, seq_len=2048, card=card)
-    print(f"{card}, predicted:")
     for remedy in diagnosis.remedies:
-        print(f"  {remedy.name}: {remedy.outcome}")
+        if "fits" in remedy.outcome:
+            print(f"{card}: {remedy.name}: {remedy.outcome}")
 
 # %% [markdown]
-# | card | train | with |
-# |---|---|---|
-# | 16 GB, T4 | QLoRA | fp16, checkpointing, the loss in chunks |
-# | 24 GB | LoRA on a base in 16 bits | bf16, checkpointing, the loss in chunks |
-# | 24 GB, longer rows | QLoRA | bf16, checkpointing, the loss in chunks |
-# | 80 GB, by arithmetic | LoRA on a base in 16 bits, longer rows | bf16; checkpointing and the loss in chunks where rows need them |
-# | 80 GB, all weights | only in 16 bits, with stochastic rounding (`bf16_adamw`) | bf16, one row at a time, the loss in chunks |
-# | 2 × 80 GB, all weights, by arithmetic | fp32 and autocast: 16 bytes for each weight, 8 · 16 = 128 GB | bf16, shards ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) |
+# *Checkpointing* computes each block twice, and keeps less for backward. *Loss in chunks* never holds all logits at once. Both, and *optimizer offload*, are in [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb). In TRL they are `gradient_checkpointing=True` and `loss_type="nll"`. *Micro-batches of 1* are single rows, whose gradients add up. The row of the H100 trains all weights with weights and states in 16 bits, which needs stochastic rounding (`bf16_adamw`).
 #
-# The list of the H100 ends at micro-batches of 1, which compute nothing twice; checkpointing, 59.8 GiB, would fit it too. In TRL it is `gradient_checkpointing=True`, and `loss_type="nll"` is the loss in chunks. A model of half a billion weights, 8 GB by that rule, trains fully on any of these cards. For your model and card: `python -m recipes_lib doctor --model NAME --dtype bf16 --card T4 --batch-size 4 --seq-len 2048`.
+# | card | train 8 billion |
+# |---|---|
+# | 16 GB, T4 | QLoRA, in fp16 |
+# | 24 GB | LoRA on a base in 16 bits; QLoRA for longer rows |
+# | 80 GB | LoRA; all weights only in 16 bits |
+# | 2 × 80 GB, by arithmetic | all weights in fp32, 16 bytes for each: 8 · 16 = 128 GB in two halves ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) |
+#
+# Half a billion weights need 8 GB by that rule, so they train fully on any of these cards. For your model and card: `python -m recipes_lib doctor --model NAME --dtype bf16 --card T4 --batch-size 4 --seq-len 2048`.
 #
 # ## Your own data
 #
@@ -1032,19 +953,17 @@ for card in ("T4", "RTX 4090", "H100"):
 #
 # ## When to use what
 #
-# Where 16 bytes per weight are there, take full fine-tuning: here, at 1e-4, it learned most, in the fewest steps. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)).
+# Where 16 bytes per weight are there, take full fine-tuning: here it learned most, in the fewest steps. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)). Else take LoRA on all linear layers, with the loss of section 4. Take QLoRA where the 16-bit weights do not fit. Judge by a score that a simple rule does not get, and by text that the model must keep.
 #
-# Else take LoRA on all linear layers at 3e-4, with logits of the answers only, and pass through your pairs twice or more. Judge by a score that a simple rule does not get, and by text that the model must keep. Add pairs and steps until both are enough. Take QLoRA where the 16-bit weights do not fit.
-#
-# Not here: 8-bit states, checkpointing and accumulation ([01](../notebooks/01_large_models_limited_hardware.ipynb)), long rows ([04](../notebooks/04_training_long_sequences.ipynb)), DoRA and rsLoRA (PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison)). All switches stand in the [cheatsheet](../CHEATSHEET.md).
+# Not here: 8-bit states and accumulation ([01](../notebooks/01_large_models_limited_hardware.ipynb)), long rows ([04](../notebooks/04_training_long_sequences.ipynb)), DoRA and rsLoRA (PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison)). All switches stand in the [cheatsheet](../CHEATSHEET.md).
 #
 # ## Exercise
 #
-# How many held-out sentences would show a difference of 0.01 nats between full fine-tuning and LoRA?
+# How many held-out sentences would show a difference of 0.001 nats between full fine-tuning and LoRA?
 #
 # <details><summary>Solution</summary>
 #
-# At most 30, by `rows_needed(after["LoRA"].losses - after["full fine-tuning"].losses, difference=0.01)`. Take no fewer: the interval of fewer sentences tends to be too narrow.
+# The last cell prints it, by `rows_needed(after["LoRA"].losses - after["full fine-tuning"].losses, difference=0.001)`.
 #
 # </details>
 #
@@ -1053,8 +972,7 @@ for card in ("T4", "RTX 4090", "H100"):
 # - Hu et al., *LoRA*, [2106.09685](https://arxiv.org/abs/2106.09685); Dettmers et al., *QLoRA*, [2305.14314](https://arxiv.org/abs/2305.14314)
 # - Biderman et al., *LoRA Learns Less and Forgets Less*, [2405.09673](https://arxiv.org/abs/2405.09673)
 # - Schulman et al., [*LoRA Without Regret*](https://thinkingmachines.ai/blog/lora/), 2025
-# - Miller, *Adding Error Bars to Evals*, [2411.00640](https://arxiv.org/abs/2411.00640); Wilson, *Probable Inference*, 1927
-# - Shi et al., *Instruction Tuning With Loss Over Instructions*, [2405.14394](https://arxiv.org/abs/2405.14394)
+# - Miller, *Adding Error Bars to Evals*, [2411.00640](https://arxiv.org/abs/2411.00640)
 # - Krell et al., *Efficient Sequence Packing without Cross-contamination*, [2107.02027](https://arxiv.org/abs/2107.02027)
 #
 # The last cell keeps the numbers and checks the claims above on this machine.
@@ -1064,11 +982,10 @@ from recipes_lib.core.measure.machine import fast
 from recipes_lib.fine_tuning.honest_evaluation import rows_needed
 
 difference = after["LoRA"].losses - after["full fine-tuning"].losses
-print(f"exercise: {max(30, rows_needed(difference, difference=0.01))} sentences")
+print(f"exercise: {rows_needed(difference, difference=0.001)} sentences")
 ladder.note(
     targets=targets,
     learned=dict(
-        steps=sizes.steps,
         pairs=len(train_rows),
         held_out=sizes.held_out,
         rule=int(rule.sum()),
@@ -1078,9 +995,7 @@ ladder.note(
         changed={
             name: int(found.right[changed].sum()) for name, found in after.items()
         },
-        intervals={name: wilson(found.right) for name, found in after.items()},
-        before=before.losses.mean,
-        losses={name: found.losses.mean for name, found in after.items()},
+        intervals={name: score_interval(found.right) for name, found in after.items()},
     ),
     verdict=vars(compare(before.losses, after["LoRA"].losses)),
     learning_rates={name: rate for name, (_, rate, _) in ways.items()},
@@ -1088,10 +1003,9 @@ ladder.note(
     forgotten={
         name: vars(compare(before.other, found.other)) for name, found in after.items()
     },
-    useful=useful,
     padding=padding_of,
     silent=silent,
-    served=deployed,
+    served={"QLoRA on the 16-bit base": int(moved.sum())},
     trl={"difference": apart},
 )
 assert max(errors) < 0.005, "predicted"

@@ -78,6 +78,20 @@ def compare(before: RowLosses, after: RowLosses) -> Comparison:
     return Comparison(paired.mean, *paired.interval())
 
 
+def score_interval(right: torch.Tensor) -> tuple[float, float]:
+    """The 95 % interval of how many answers are right, of `right` [N]: 1 or 0 for each.
+
+    Wilson's formula, which is never outside of 0 to N, and has a width also where all are right.
+    """
+    z = NormalDist().inv_cdf(0.975)
+    count = len(right)
+    share = right.double().mean().item()
+    middle = share + z**2 / (2 * count)
+    half_width = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    shrink = count / (1 + z**2 / count)
+    return shrink * (middle - half_width), shrink * (middle + half_width)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowLosses:
     """Per row the sum of its losses, in nats, and its number of targets: fp64 [N] on the CPU."""

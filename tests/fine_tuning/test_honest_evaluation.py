@@ -12,6 +12,7 @@ from recipes_lib.fine_tuning.honest_evaluation import (
     plain_paired_bootstrap,
     predicted_interval,
     rows_needed,
+    score_interval,
 )
 
 TRUTH = 3.0  # nats per token, of the rows that are drawn below
@@ -49,6 +50,13 @@ def test_losses_of_a_model_have_the_mean_of_evaluate(llama):
     found = held_out_losses(llama, rows, pad_token_id=0, batch_size=2)
     assert found.mean == pytest.approx(evaluate(llama, rows, pad_token_id=0), rel=1e-5)
     assert found.targets.tolist() == [1, 25, 8, 4, 16]
+
+
+@pytest.mark.parametrize(("right", "low", "high"), [(8, 4.902, 9.433), (10, 7.225, 10.0)])
+def test_interval_of_a_score_is_wilsons(right, low, high):
+    """The mistake: the normal interval, which says 10 to 10 where 10 of 10 are right."""
+    answers = torch.tensor([1.0] * right + [0.0] * (10 - right))
+    assert score_interval(answers) == pytest.approx((low, high), abs=1e-3)
 
 
 def test_interval_covers_the_truth_and_one_over_tokens_does_not(generator):
