@@ -21,7 +21,7 @@
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# A model that trains on one GPU can train on many, in about a dozen ways. They differ in what each GPU keeps, and in what it sends. This notebook starts real processes that train together. For each way it predicts both numbers, measures them, and checks that the loss is the same as that of one process.
+# A model that trains on one GPU can train on many, in about a dozen ways. They differ in what each GPU keeps and sends. This notebook starts real processes that train together. It predicts both numbers for each way, measures them, and compares the loss with that of one process.
 #
 # **You need** [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) or its equation; no GPU, no login. **Minutes**: eight to run on two CPU cores, about forty to read. **Has run on** two CPU cores. With four GPUs or more the processes run on them, with fewer on the CPU. No GPU has run them yet. What a process keeps and sends follows from shapes, so it is the same there. Times are not.
 #
@@ -152,7 +152,7 @@ for rank, process, total in answers:
 # %% [markdown]
 # **The answer.** Both hold 1 + 2 = 3: every rank gets the sum.
 #
-# The first call takes seconds, because each process imports PyTorch.
+# The first call takes seconds: it imports PyTorch and starts the processes.
 #
 # **In your code.** `torchrun --standalone --nproc-per-node 4 train.py` starts a script as four ranks.
 #
@@ -333,7 +333,7 @@ for name, megabytes in bucket_sizes.items():
 spans(panels, title="Buckets are sent while backward goes on")
 
 # %% [markdown]
-# With one bucket nothing is sent during backward, with six it is 85 % of the sending. A GPU computes while it sends, so there this share is time that is saved. Here a rank needs its core to send as well, and the recorded step with six buckets is even the longer one. (The span *step* has the wait for the buckets, too.)
+# With one bucket nothing is sent during backward, with six it is 85 % of the sending. A GPU computes while it sends, so there this share is time that is saved. Here a rank needs its core to send, too: of these two recorded steps, the one with six buckets is even the longer one.
 #
 # #### A mean of means is not the mean
 #
@@ -517,7 +517,7 @@ for what, dtype in dtypes.items():
     print(f"{what:<32}{dtype}")
 
 # %% [markdown]
-# Unlike with autocast, norms and the stream between blocks have 16 bits, too. Gathers send half as many bytes, and sums of gradients as many as before. The weights at rest stay fp32: a step of AdamW often changes a weight by less than 16 bits can show.
+# Unlike with autocast, norms and the residual stream have 16 bits, too. Gathers send half as many bytes, and sums of gradients as many as before. The weights at rest stay fp32: a step of AdamW often changes a weight by less than 16 bits can show.
 #
 # **All strategies of FSDP**, on four ranks. *Between* is what a rank holds of the weights after forward and before backward:
 
@@ -575,7 +575,7 @@ quantized_difference = max(abs(one - other) for one, other in pairs)
 print(f"the losses differ by {quantized_difference:.0e}")
 
 # %% [markdown]
-# Each of two ranks keeps half of the small base. The guess needs no card either: a dry step of one of two ranks, on the shape of Llama 3.1 70B, with one row of 1,024 tokens and every block checkpointed.
+# Each of two ranks keeps half of the small base. The guess needs no card: a dry step answers it, of one of two ranks, on the shape of Llama 3.1 70B, with one row of 1,024 tokens and every block checkpointed.
 
 # %%
 from recipes_lib.parallel.quantized_shards.predicted_rank import (
@@ -594,9 +594,9 @@ on_the_card = beside_parts(dry) / 2**30
 print(f"with its parts in host memory: {on_the_card:.2f} GiB on the card")
 
 # %% [markdown]
-# **The answer.** The tensors do, with 21.92 GiB. But notebook 01 leaves a fifth more for holes between tensors, and half a GiB for CUDA, and that is more than such a card has. With *offload*, where the parts wait in host memory, 2.94 GiB are on the card. ([Answer.AI](https://www.answer.ai/posts/2024-03-06-fsdp-qlora) measured 14.92 GiB of reserved memory on such cards, with longer rows of Llama 2 70B.)
+# **The answer.** The tensors do, with 21.92 GiB. But notebook 01 leaves a fifth more for holes between tensors, and half a GiB for CUDA, and that is more than such a card has. With *offload*, where the parts wait in host memory, 2.94 GiB are on the card. ([Answer.AI](https://www.answer.ai/posts/2024-03-06-fsdp-qlora) measured 14.92 GiB: all memory that PyTorch had reserved, with longer rows of Llama 2 70B.)
 #
-# **In your code.** Axolotl with `load_in_4bit: true`, `adapter: qlora` and an `fsdp_config`: [llama-3-70b-qlora-fsdp.yaml](../launch/axolotl/llama-3-70b-qlora-fsdp.yaml) is such a training, with offload. There the codes are split, and the scales stay whole. **Not when** the base fits one card: each layer is turned into 16 bits in forward and in backward, with checkpoints once more.
+# **In your code.** Axolotl with `load_in_4bit: true`, `adapter: qlora` and an `fsdp_config`: [llama-3-70b-qlora-fsdp.yaml](../launch/axolotl/llama-3-70b-qlora-fsdp.yaml) is such a training, with offload. **Not when** the base fits one card: each layer is turned into 16 bits in forward and in backward, with checkpoints once more.
 #
 # ## Part D: split the model's work
 #
@@ -634,7 +634,7 @@ climb("tensor parallel", 2, "work is split")
 climb("FSDP × TP", 4, "work is split")
 
 # %% [markdown]
-# **The answer.** Two times, not seven: once for attention, once for the MLP. Backward talks at two places as well. The norms are whole on each rank.
+# **The answer.** Two times, not seven: once for attention, once for the MLP. Backward talks at two places as well.
 #
 # *Sequence parallelism* is on as well: between these places activations are split by tokens, and as much is sent.
 #
@@ -742,9 +742,9 @@ climb("context parallel (ring)", 2, "work is split")
 climb("context parallel (Ulysses)", 2, "work is split")
 
 # %% [markdown]
-# **The answer.** With tokens in one piece the last rank has most work, and a step takes 1.75 times the mean. The *zig-zag* cuts the text into 2 N pieces and gives each rank one from the front and one from the back: rank 0 gets pieces 0 and 7, rank 3 gets 3 and 4. Then all have the same work.
+# **The answer.** With tokens in one piece the last rank has most work, and a step takes 1.75 times the mean. The *zig-zag* cuts the text into 2 N pieces and gives each rank one from the front and one from the back: of four ranks, rank 0 gets pieces 0 and 7, rank 3 gets 3 and 4. Then all have the same work.
 #
-# Only the activations fall, so context parallelism is combined with FSDP over the same ranks. Ulysses sends less, 43 MiB in place of 59, but the ranks must divide the heads.
+# Weights, gradients and states stay whole, so context parallelism is combined with FSDP over the same ranks. Ulysses sends less, 43 MiB in place of 59, but the ranks must divide the heads.
 #
 # **In your code.** `context_parallel` of PyTorch on GPUs, `ParallelismConfig(cp_size=…)` in accelerate. Shift the labels *before* the cut, and give the positions of the whole text. **Not when** the text fits one card: [notebook 04](../notebooks/04_training_long_sequences.ipynb) shows how far that goes.
 #
@@ -806,9 +806,9 @@ print(f"the losses differ by {expert_difference:.0e}")
 # %% [markdown]
 # **The answer.** Not a quarter, but about half: a token meets 2 of 8 experts, and all of the attention and of the embedding. So each of two ranks keeps more than half, too. In large models nearly all weights are in experts: in Mixtral 8x7B a token meets 13 of 47 billion (Jiang et al., 2024).
 #
-# Routers are unfair. Without a loss that rewards balance, a few experts get most of the tokens, and their rank is the slowest. In transformers that loss counts only with `output_router_logits=True`.
+# Without a loss that rewards balance, a few experts get most of the tokens, and their rank is the slowest. In transformers that loss counts only with `output_router_logits=True`.
 #
-# **In your code.** transformers does the grouped product by itself, and shares the experts with `DistributedConfig(ep_size=2)`. In Megatron it is `--expert-model-parallel-size`. **Not when** memory is what you lack: all experts have to be somewhere.
+# **In your code.** transformers does the grouped product by itself, and shares the experts with `DistributedConfig(ep_size=2)`. **Not when** memory is what you lack: all experts have to be somewhere.
 #
 # ## Part E: around the step
 #
@@ -899,7 +899,7 @@ print(f"a save stops the training for {stall['foreground'] * 1e3:.0f} ms", end="
 print(f", in the background for {stall['background'] * 1e3:.0f} ms")
 
 # %% [markdown]
-# **The answer.** Yes, in all digits above. In one save each, the background stopped the training for 75 ms in place of 278: the parts are copied first, and the copy takes memory.
+# **The answer.** Yes, in all digits above. A save stopped the training for 278 ms, one in the background for 75, each taken once. The parts are copied first, and the copy takes memory.
 #
 # **In your code.** `torch.distributed.checkpoint.save`, or `async_save` with a process group of its own. `torchrun --max-restarts 3` restarts; [launch/train.py](../launch/train.py) is the whole program, and a test kills one of its ranks. Each checkpoint takes 12 P bytes on disk.
 #
