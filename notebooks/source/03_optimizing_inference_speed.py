@@ -459,7 +459,7 @@ add_row("16-bit weights", sixteen)
 # y[n]     =  scale[n] · Σ Q[n, k] x[k]  the scale comes last, once per row
 # ```
 #
-# The *activations* x are what goes into a layer. *Dynamic* rounds them to 8 bits, too, in each call. Then the sums consist of whole numbers, for which many processors have instructions. *Weight-only* keeps x about as exact as 16 bits. It can use the same instructions if each x becomes two numbers of 8 bits, as a number of two digits has tens and ones:
+# The *activations* x are what goes into a layer. *Dynamic* rounds them to 8 bits, too, in each call. Then the sums consist of whole numbers, for which many processors have instructions: on x86 `lscpu` lists them as `avx512_vnni` or `avx_vnni`. *Weight-only* keeps x about as exact as 16 bits. It can use the same instructions if each x becomes two numbers of 8 bits, as a number of two digits has tens and ones:
 #
 # ```text
 # x  =  high + rest / 126        x in steps of its largest number / 63
@@ -527,7 +527,7 @@ add_row("int8 dynamic", dynamic)
 #
 # **Is it still the same model?** After one token that differs, two texts go different ways, and both may be good. So we also read real text. *Perplexity* is the exponential of the mean loss. *Agreement* is the share of places at which the likeliest token is that of fp32.
 #
-# In dynamic int8 all tokens of a call share one scale for x. So it reads token by token, as when it writes.
+# In dynamic int8 all tokens of a call share one scale for x. So it reads token by token, as when it writes. The other formats round x the same way in every call, and read a whole text at once.
 
 # %%
 from recipes_lib.core.data.losses_and_answers import decode_quality
@@ -601,7 +601,7 @@ add_row("int8 hybrid", hybrid)
 # The hybrid agrees in 94 %, at the same perplexity. Agreement is the surer measure, because a perplexity can also fall by chance. The price is the prompt: 79 ms in place of 61. Which of the two writes faster, this run does not say.
 
 # %% [markdown]
-# **Why not four times as fast?** Dynamic int8 reads a quarter of the bytes, and a token takes half of the loop's time in fp32. The chart has the time of a token over its bytes, for both loops and four formats. Each line is the nearest one to its points, and begins at the overhead.
+# **Why not four times as fast?** Dynamic int8 reads a quarter of the bytes, and a token takes half of the loop's time in fp32. The chart shows the time of a token over its bytes, for both loops and four formats. Each line is the nearest one to its points, and begins at the overhead.
 
 # %%
 from recipes_lib.core.model.linears import output_layer_name
@@ -1098,7 +1098,7 @@ for name, result in architectures.items():
     print(f"{name:<12}{result}")
 
 # %% [markdown]
-# **The answer.** None is faster by itself. A fused kernel is, and it makes LayerNorm faster than PyTorch's RMSNorm here. Tied embeddings make the model smaller, 115,328 weights in place of 131,712. Nothing here is better beyond the seeds, and these models train for seconds. In a recorded run of ten times as many steps SwiGLU is ahead: <!--m 03 SwiGLU-->loss of a tiny model -0.119 (-0.136 to -0.095) nats per byte: no verdict from 3 seeds<!--/m--> ([table](../docs/results.md#parts-of-the-architecture)).
+# **The answer.** None is faster by itself. A fused kernel is, and it makes LayerNorm faster than PyTorch's RMSNorm here. Tied embeddings make the model smaller, 115,328 weights in place of 131,712. No part is better in all three seeds, and these models train for seconds. In a recorded run of ten times as many steps SwiGLU is ahead: <!--m 03 SwiGLU-->loss of a tiny model -0.119 (-0.136 to -0.095) nats per byte: no verdict from 3 seeds<!--/m--> ([table](../docs/results.md#parts-of-the-architecture)).
 #
 # **In your code.** The configuration of a new model: `LlamaConfig(tie_word_embeddings=True, …)`. On a GPU Liger's kernels are fused. **Not when** the model is trained already: SwiGLU and tied embeddings need training from the start. RMSNorm often does not: `apply_rms_norm(model)` puts it in place of LayerNorm, and changes the weights in front so that the model computes the same.
 #
