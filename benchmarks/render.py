@@ -197,7 +197,8 @@ def worst_error(run: Run) -> str:
         found, predicted = "crossing", "predicted_tokens"
         if predicted not in row:
             found, predicted = "peak_bytes", "predicted_bytes"
-        errors.append(abs(row[predicted] / row[found] - 1))
+        if predicted in row:  # some rows have none
+            errors.append(abs(row[predicted] / row[found] - 1))
     return at_most(max(errors))
 
 

@@ -25,6 +25,7 @@ Source     c10/cuda/CUDACachingAllocator.cpp of PyTorch, which writes the messag
 
 message          its reading of the error: who asked, of which memory, for how much
 remedies         the stacks to choose among, each with the predicted peak
+longest_texts    the longest text that fits a card with a stack
 predicted_steps  the step itself with a stack, on tensors without data
 """
 
@@ -48,6 +49,7 @@ from recipes_lib.memory.optimizer_offload import host_bytes
 from recipes_lib.workflows.out_of_memory_doctor.message import GPUS, Message, read_message
 from recipes_lib.workflows.out_of_memory_doctor.remedies import (
     ADAPTERS,
+    FILLED,
     LORA,
     RECIPES,
     Question,
@@ -55,11 +57,10 @@ from recipes_lib.workflows.out_of_memory_doctor.remedies import (
     Remedy,
     has_experts,
     in_order_of_advice,
+    limit_of,
     readable,
 )
 
-# Of what is left beside CUDA's own context: holes between tensors take the rest.
-FILLED = 0.95
 MODERN = (8, 0)  # compute capability of a device of which only the memory is said
 COLUMNS = 80  # of a terminal that nobody has made wider
 COMPARED = ("llama", "mistral", "qwen2", "qwen3")  # with steps on tensors without data
@@ -260,11 +261,7 @@ def _card_and_memory(
         device = Card(f"a GPU of {readable(memory)}", MODERN, memory)
     else:
         return None, FILLED * memory
-    return device, _limit_of(device)
-
-
-def _limit_of(card: Card) -> float:
-    return FILLED * card.for_tensors - 2 * card.workspace
+    return device, limit_of(device)
 
 
 def _what_it_stands_on(question: Question) -> list[str]:
@@ -323,7 +320,7 @@ def _findings_about(tried: Remedies, *, failed: bool, said: int | None) -> list[
     first = tried.advised[0]
     findings.append(f"First that fits: {first.name}.")
     for smaller in cards_sold_with((said or 0) / GIB):
-        if first.peak > _limit_of(smaller):
+        if first.peak > limit_of(smaller):
             seen = readable(smaller.memory_bytes)
             findings.append(f"Not on {smaller.name}, which is sold with as much and has {seen}.")
     compared = question.model.config.model_type in COMPARED

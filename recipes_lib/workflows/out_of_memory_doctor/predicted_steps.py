@@ -64,6 +64,7 @@ def _all_alike(model: Any) -> bool:
 def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
     """The predicted step of a model of so many blocks with these recipes, for `predict`."""
     micro_batches, rows = 1, question.own_rows
+    adapters = set(ADAPTERS).intersection(stack)
     if "micro-batches of 1" in stack:
         micro_batches, rows = 2, 2  # a third one takes the bytes of the second
     ids = torch.zeros(rows, question.length, dtype=torch.long)
@@ -88,12 +89,16 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
         around = contextlib.nullcontext()
         if "activation offload" in stack:
             around = offload_activations(model, in_flight=0)
+        # Adapters have 32 bits, and compute in 16, as in every trainer.
+        autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=bool(adapters))
         with around:
             if micro_batches > 1:
                 options = {"micro_batches": micro_batches, "loss_sum": own_loss_sum}
-                accumulate_gradients(model, batch, **options)
+                accumulate_gradients(model, batch, autocast=autocast, **options)
             else:
-                model(**batch, use_cache=False).loss.backward()
+                with autocast():
+                    loss = model(**batch, use_cache=False).loss
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

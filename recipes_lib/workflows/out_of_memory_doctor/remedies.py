@@ -31,7 +31,9 @@ from recipes_lib.memory.optimizer_offload import host_bytes
 MIB = 2**20
 RANK = 16  # of adapters
 CLOSER = 0.95
-TILE = 1024  # tokens, the least of apply_tiled_mlp
+# Of what is left beside CUDA's own context: holes between tensors take the rest.
+FILLED = 0.95
+LEAST_TILE = 1024  # tokens, of apply_tiled_mlp
 LORA = "LoRA, 16-bit base"
 ADAPTERS = (LORA, "QLoRA")
 
@@ -136,6 +138,11 @@ class Question:
         return parts_needed(self.rows, self.gpus)
 
 
+def limit_of(card: Card) -> float:
+    """Bytes that tensors of a step may take on a card, for the doctor."""
+    return FILLED * card.for_tensors - 2 * card.workspace
+
+
 def has_experts(model: Any) -> bool:
     """Whether blocks have experts, which remedies by adapters of linear layers do not reach."""
     names = {type(module).__name__ for module in decoder_blocks(model).modules()}
@@ -176,7 +183,7 @@ def stacks_of(question: Question, paid: Stack) -> list[Stack]:
 CHANGES = {
     "optimizer offload": functools.partial(replace, gradients=0, states=0),
     "QLoRA": equation.in_four_bits,
-    "tiled MLP": functools.partial(equation.with_tiled_mlp, tile=TILE, norms=True),
+    "tiled MLP": functools.partial(equation.with_tiled_mlp, norms=True),
     "checkpointing": equation.with_checkpointing,
     "FSDP": equation.sharded,
     "loss in chunks": equation.with_chunked_loss,
@@ -236,10 +243,11 @@ class Remedies:
         step = self._plain(1 if in_parts else self.question.own_rows, length, adapters)
         if adapters:
             step = equation.with_adapters(step, rank=RANK)
+        tile = max(self.question.model.config.get_text_config().hidden_size, LEAST_TILE)
+        options = {"FSDP": {"ranks": self.question.gpus}, "tiled MLP": {"tile": tile}}
         for name, change in CHANGES.items():
             if name in stack:
-                options = {"ranks": self.question.gpus} if name == "FSDP" else {}
-                step = change(step, **options)
+                step = change(step, **options.get(name, {}))
         if in_parts and "optimizer offload" not in stack:
             # Gradients are there all the time.
             step = replace(step, weights=step.weights + step.gradients, gradients=0)
