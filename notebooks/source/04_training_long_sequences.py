@@ -46,7 +46,7 @@
 #     loss.backward()
 # ```
 #
-# On a T4, which has no bf16, leave the line with `autocast` out: what the blocks compute then takes twice the bytes.
+# On a T4, which has no bf16, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. And call `apply_flash_attention(model)` first: no fast kernel there takes grouped heads.
 #
 # | | |
 # |---|---|
@@ -226,7 +226,7 @@ in_16_bits = partial(
     torch.autocast, here.device, torch.bfloat16, enabled=here.native_bf16
 )
 as_one_trains = {"precision": in_16_bits, "clip": 1.0}
-plain = Way(unchanged, **as_one_trains)
+plain_way = Way(unchanged, **as_one_trains)
 all_switches = Way(with_all_switches, inputs_wait_in_turns, **as_one_trains)
 five_lines = Way(with_five_lines, inputs_wait, **as_one_trains)
 
@@ -261,7 +261,7 @@ def text_of(tokens, start=0):
 # %%
 real = {}
 ways_of_today = {
-    "plain": plain,
+    "plain": plain_way,
     "all switches": all_switches,
     "five lines": five_lines,
 }
@@ -306,9 +306,9 @@ def learned(way):
 
 in_tiles = partial(with_five_lines, tile_size=sizes.tile)
 curves = {
-    "plain": learned(plain),
+    "plain": learned(plain_way),
     "five lines": learned(five_lines._replace(adapt=in_tiles)),
-    "plain, in fp32": learned(plain._replace(precision=contextlib.nullcontext)),
+    "plain, in fp32": learned(plain_way._replace(precision=contextlib.nullcontext)),
 }
 apart = {}
 for which, losses in curves.items():
@@ -413,7 +413,7 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 # - The host has a limit, too: the last column says what 100,000 tokens with the five lines take there. Yours is the smaller of the two limits.
 # - The time is arithmetic as well, at 40 % of the data sheet's rate, and a lower bound. Time stops you before memory does.
 # - These models know 131,072 positions. A longer text is about memory only.
-# - On a T4 *QLoRA* multiplies in fp16.
+# - On a T4 *QLoRA* multiplies in fp16, and the cells are with `apply_flash_attention(model)`: without it the scores of grouped heads fill the memory, because no fast kernel there takes them.
 #
 # | if | then | it costs |
 # |---|---|---|
@@ -933,7 +933,7 @@ switches = ladder["all switches"].tokens
 print(f"{longest / switches:.1f}× the length of all switches")
 
 # The same gradients? In bf16 the plain step has others than in fp32, too.
-_, plain_gradient = loss_and_gradient(plain)
+_, plain_gradient = loss_and_gradient(plain_way)
 of_plain = apart_by(plain_gradient, first_gradient)
 of_five = apart_by(gradient, plain_gradient)
 print(f"gradients: the plain step in bf16 against fp32 {of_plain:.0e},", end=" ")

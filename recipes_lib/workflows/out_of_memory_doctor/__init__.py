@@ -284,6 +284,14 @@ def _what_it_stands_on(question: Question) -> list[str]:
         )
     if card is not None and card.capability < MODERN and str(model.dtype) == "torch.bfloat16":
         findings.append(f"{card.name} does not compute in bf16: take fp16, of as many bytes.")
+    text = model.config.get_text_config()
+    grouped = getattr(text, "num_key_value_heads", None) not in (None, text.num_attention_heads)
+    if card is not None and card.capability < MODERN and grouped:
+        findings.append(
+            f"No fast kernel of {card.name} takes fewer heads of keys than of queries, so scores "
+            f"fill the memory: call apply_flash_attention(model) before the step. What is checked "
+            f"is without it."
+        )
     if has_experts(model):
         findings.append("Adapters go to attention only: experts are no linear layers.")
     if getattr(model.config, "quantization_config", None) is not None:

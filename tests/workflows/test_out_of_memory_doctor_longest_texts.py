@@ -1,0 +1,27 @@
+"""The longest text that fits a card: by arithmetic, and by the step itself without data."""
+
+import pytest
+import torch
+
+from recipes_lib.core.model import model_of_shape
+from recipes_lib.workflows.out_of_memory_doctor.longest_texts import (
+    CHECKPOINTS,
+    FIVE_LINES,
+    longest_text,
+    share_of_memory,
+)
+
+
+def test_the_step_itself_fills_the_card_at_the_longest_text():
+    """The mistake: adapters that compute in 32 bits, or tiles of another size than the recipe's."""
+    model = model_of_shape("smollm2-135m", dtype=torch.bfloat16, device="meta")
+    step = {"card": "RTX 4090", "stack": (*FIVE_LINES, "QLoRA")}
+    longest = longest_text(model, **step)
+    assert longest > longest_text(model, card="RTX 4090", stack=(*CHECKPOINTS, "QLoRA"))
+    assert share_of_memory(model, longest, **step) == pytest.approx(1, abs=0.08)
+
+
+def test_no_text_fits_where_the_weights_are_too_much():
+    """The mistake: a length of two tokens, or an error, in a table of cards."""
+    model = model_of_shape("llama-3.1-8b", dtype=torch.bfloat16, device="meta")
+    assert longest_text(model, card="T4", stack=(*FIVE_LINES, "step in backward")) == 0
