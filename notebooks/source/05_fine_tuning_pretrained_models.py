@@ -652,6 +652,9 @@ ladder.take_turns(sizes.rounds)
 errors = [abs(row.prediction_error) for row in ladder.rows]
 ladder
 
+# %%
+ladder.chart()
+
 # %% [markdown]
 # LoRA takes 0.77 of the time, and not 4/6: adapters take time of their own. QLoRA also unpacks all weights in each step. *Everything combined* takes the least memory, and about the time of QLoRA.
 #
