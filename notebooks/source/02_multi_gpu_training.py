@@ -222,6 +222,8 @@ lines(
 #
 # One process trains on the whole batch, and all other rows are compared with it. `train_on_ranks` builds the model, lets the strategy change it, and takes the steps. Each strategy is a few lines of [strategies.py](../recipes_lib/workflows/on_ranks/strategies.py).
 #
+# A row prints what arithmetic predicts, and then what came. *Sends* is counted: the size of the tensor at each call, times the ring's factor. *Expected* is computed before, from shapes alone. *Loss to 1st* is the largest difference of any loss from that of one process.
+#
 # All rows use AdamW with an epsilon of 1e-3, which is large. With the usual one, the first step moves a weight just as far where its gradient is nearly zero. There rounding decides the direction, and equal trainings would look different.
 
 # %%
@@ -333,7 +335,7 @@ for name, megabytes in bucket_sizes.items():
 spans(panels, title="Buckets are sent while backward goes on")
 
 # %% [markdown]
-# With one bucket nothing is sent during backward, with six it is 85 % of the sending. A GPU computes while it sends, so there this share is time that is saved. Here a rank needs its core to send, too: of these two recorded steps, the one with six buckets is even the longer one.
+# With one bucket nothing is sent during backward, with six it is 85 % of the sending. A GPU computes while it sends, so there this share is time that is saved. Here a rank needs its core to send, too: of these two recorded steps, the one with six buckets is even the longer one. (The span *step* is the wait for the buckets, and the optimizer.)
 #
 # #### A mean of means is not the mean
 #
@@ -905,14 +907,14 @@ print(f", in the background for {stall['background'] * 1e3:.0f} ms")
 #
 # ## The ladder
 #
-# All rows take turns now. *Time* divides the fastest step of a row by the fastest of one process; in brackets are the smallest and the largest ratio of a round. *Sends* is counted: the size of the tensor at each call, times the ring's factor. *Expected* is computed before, from shapes alone. Rows with four ranks share the same two cores, so their times say nothing about four GPUs.
+# All rows take turns now. *Time* divides the fastest step of a row by the fastest of one process; in brackets are the smallest and the largest ratio of a round. Rows with four ranks share the same two cores, so their times say nothing about four GPUs.
 
 # %%
 ladder.take_turns(rounds=sizes.rounds)
 ladder
 
 # %% [markdown]
-# **Is it the same training?** The last column is the largest difference of any loss from that of one process: about one millionth, which is rounding. In these few steps it does not grow:
+# **Is it the same training?** The last column says so: the losses differ by about one millionth, which is rounding. In these few steps it does not grow:
 
 # %%
 from recipes_lib.report.charts.figure import new_figure
