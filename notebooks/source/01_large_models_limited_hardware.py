@@ -32,7 +32,7 @@
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways, predicts the memory of each way, measures it, and checks that it is the same training: gradients, weights or loss are compared.
 #
-# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: ten to run on two CPU cores, about forty-five to read. A GPU gets larger sizes, and no GPU has run them yet.
+# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: twelve to run on two CPU cores, about forty-five to read. A GPU gets larger sizes, and no GPU has run them yet.
 #
 # **In a hurry?** See [what fits your card](#What-fits-your-card), [which recipe when](#Which-recipe-when), and [lines to copy](#Take-this-home).
 #
@@ -369,7 +369,7 @@ accumulated = build(step=accumulated_step)
 ladder.climb("gradient accumulation", accumulated, group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** No. Weights and states stay, and all gradients wait while the next forward runs.
+# **The answer.** No, by 29 %. Weights and states stay, 1,539 MiB, and all gradients wait while the next forward runs, 513.
 #
 # **In your code.** The Trainer divides right since transformers 4.46. A loop of your own passes `num_items_in_batch`.
 #
@@ -415,7 +415,7 @@ print("by hand and by both libraries: the same gradients, to the last bit")
 ladder.climb("activation checkpointing", build(checkpointing), group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** A twentieth, and the logarithms of the logits, which are printed with them. Most of what is left of the tower are the logits.
+# **The answer.** About a twentieth, 84 of 1,476 MiB: of the printed 300, 216 are logarithms of the logits. The peak falls by 38 %, and most of what is left of the tower are the logits.
 #
 # **The logits, too.** Those of a few hundred tokens give their part of the loss and of the gradients, and are freed. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand. PyTorch has it as `F.linear_cross_entropy`; ours is one call for a whole model.
 #
@@ -444,7 +444,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No. The first tower falls below the second one, and no recipe of Part A gets below that. (It has one embedding copy less: now the second gradient is added into the first one.) **In your code** take both together. Each leaves what the other removes.
+# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. (It has one embedding copy less: now the second gradient is added into the first one.) **In your code** take both together. Each leaves what the other removes.
 #
 # ### 3. Activation offloading
 #
@@ -470,7 +470,7 @@ offloaded = build(step=offloaded_step)
 ladder.climb("activation offloading", offloaded, group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** A little. Offloading keeps the activations of the last block, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits.
+# **The answer.** By 2 MiB, and now the second tower is the peak. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits.
 #
 # **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`.
 #
@@ -514,7 +514,7 @@ in_16_bits = {"group": "in 16 bits, as far as native"}
 ladder.climb("mixed precision", build(step=step_in_16_bits), **in_16_bits)
 
 # %% [markdown]
-# **The answer.** By far less. Norms keep what they read in fp32, and the 16-bit copies of inputs and weights wait for backward, too. Mixed precision is a recipe for time.
+# **The answer.** By far less: 1,693 → 1,480 MiB. Norms keep what they read in fp32, and the 16-bit copies of inputs and weights wait for backward, too. Mixed precision is a recipe for time.
 #
 # **In your code.** bf16 has the range of fp32 and few digits. fp16, the only fast one on a T4, turns small gradients into zeros, unless a `GradScaler` multiplies the loss first. `mixed_precision()` chooses for this machine.
 #
@@ -553,13 +553,13 @@ in_16_bits["after"] = "mixed precision"
 ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits)
 
 # %% [markdown]
-# **The answer.** Yes. What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block.
+# **The answer.** Yes: 3,452 → 3,047 MiB. What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block.
 #
-# **In your code.** `block.compile()` for each block, before checkpointing. The first step takes longer, and so does the first one of each further shape of a batch. The Trainer's switch compiles the whole model as one graph, which takes longer still.
+# **In your code.** `block.compile()` for each block, before checkpointing. The first step takes longer, and so does the first one of each further shape of a batch.
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*, the baseline among them: here, after recipe 7, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**, and a row is compared with the baseline's turns of the same place.
+# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: here, after recipe 7, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**. The baseline takes part each time, and a row is compared with its turns there.
 
 # %%
 from recipes_lib.report.ladder import RATIO, TIME, cell
@@ -637,7 +637,7 @@ ladder.climb("step in backward", in_one_step, **on_lean)
 towers("step in backward")
 
 # %% [markdown]
-# **The answer.** The two parts of the embedding's gradient. Now the end of forward is higher: there the loss in chunks has made the output layer's gradient already.
+# **The answer.** Of its 624 MiB of gradients and copies, 219 stay: the two parts of the embedding's gradient. Now the end of forward is higher, 1,857 MiB: there the loss in chunks has made the output layer's gradient already.
 #
 # **In your code.** Accumulation, clipping by the global norm and a loss scale find no gradients, and PyTorch raises no error. Ours refuses them.
 #
@@ -690,7 +690,7 @@ take_turns()
 # %% [markdown]
 # **The answer.** Rounded to nearest, it never falls, and no error says so. So `sixteen_bit_adamw` rounds *stochastically*: to one of the two neighbours at random, to the nearer one more often, which is right on average. Weights in 16 bits need the same ([`bf16_adamw`](../recipes_lib/precision/pure_bf16.py)).
 #
-# *8-bit AdamW* keeps the states of the embedding in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it.
+# States fall from 1,026 MiB to 513, and to 422 in 8 bits. That is more than a quarter, because *8-bit AdamW* keeps those of the embedding in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it.
 #
 # ### 8. Optimizer states in host memory
 #
@@ -738,7 +738,7 @@ on_16_bits = build(to_16_bits, lora, recipe_2, step=step_in_16_bits)
 ladder.climb("LoRA", on_16_bits, **on_lean)
 
 # %% [markdown]
-# **The answer.** Next to nothing. The peak is the start of backward, and most of it are the weights. (Printed losses come after one update, which moves an adapter by less than a whole model.)
+# **The answer.** Next to nothing: states are 37 MiB in place of 1,026. The peak is the end of forward, 402 MiB, and 275 of it are the weights with the adapters. (Printed losses come after one update, which moves an adapter by less than a whole model.)
 #
 # **In your code.** Make a new `LoraConfig` for each model: peft writes the layers that it has found into it.
 #
@@ -803,7 +803,7 @@ on_4_bits = build(qlora, recipe_2, step=step_in_16_bits)
 ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 
 # %% [markdown]
-# **The answer.** No. `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding. The loss makes a copy of it in 16 bits, and what enters each block has 32 bits, too. *Everything combined* below keeps it in 16 bits.
+# **The answer.** No, by 1 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding: 108 of these 179. The loss makes a copy of it in 16 bits, and what enters each block has 32 bits, too. *Everything combined* below keeps it in 16 bits.
 #
 # **In your code.** Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room. To keep the embedding in 16 bits, leave `prepare_model_for_kbit_training` out, load with `dtype=torch.bfloat16`, and switch on checkpoints with `use_reentrant=False`. (With `True` the first block gets a gradient only after `model.enable_input_require_grads()`.) On CPUs with AVX512-BF16 call `model.train()` before the first forward: one in evaluation mode makes bitsandbytes repack the weights for a kernel without a backward. `check_gradient_flow` sees both traps.
 #
@@ -811,7 +811,7 @@ ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 #
 # **What happens.** A frozen weight is needed only while its block is computed. So it waits elsewhere, and while one block is computed, the next one is on its way.
 #
-# **Guess first.** Two packed blocks are here at a time. Does the peak fall by nearly all blocks, or by much less?
+# **Guess first.** Two packed blocks are here at a time. Does the peak fall by nearly all blocks?
 
 # %%
 from recipes_lib.memory.layer_streaming import apply_layer_streaming
@@ -822,18 +822,16 @@ streamed = build(qlora, apply_chunked_cross_entropy, streaming, step=step_in_16_
 ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"})
 
 # %% [markdown]
-# **The answer.** By nearly all: at the peak, in the loss, hardly any block is needed. (Inputs of these checkpoints count as *other*.)
+# **The answer.** By nearly all, 51 MiB. What stays of the weights is the embedding and the adapters: at the peak, in the loss, hardly any block is needed. (Inputs of these checkpoints count as *other*.)
 #
 # **In your code.** We know of no switch for a frozen base in four bits. Take many tokens per step: each weight crosses the link twice.
 #
 # ## Everything combined
 #
-# Two purposes for all weights, and two for adapters.
-#
 # - **All weights, the least time**: 16 bits, compiled blocks, a loss in chunks. No block runs forward twice.
 # - **All weights, the least memory**: the same with checkpoints, and 8-bit AdamW in backward.
-# - **Adapters on 16 bits**: LoRA with the same compiled blocks, so that the next row differs from it by the four bits alone.
-# - **The least memory**: *everything combined* is QLoRA with every term small. Weights: four bits in the blocks, 16 bits in embedding and norms. Activations: checkpoints around compiled blocks. Logits: a loss in chunks.
+# - **Adapters on 16 bits**: LoRA with checkpoints, compiled blocks, a loss in chunks.
+# - **The least memory**: *everything combined* is the same with four bits in the blocks. Embedding and norms stay in 16 bits.
 #
 # **Guess first.** Which term is the largest one left in the last combination?
 
@@ -858,7 +856,7 @@ take_turns()
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights.
+# **The answer.** The weights, 125 of 252 MiB: 54 are the embedding in 16 bits.
 #
 # ## Does it still learn?
 #
@@ -908,9 +906,11 @@ for name in ("QLoRA", "LoRA, compiled"):
     print(f"everything combined beside {name}: {change:+.0%} memory, {ratio:.2f}× time")
 
 # %% [markdown]
-# If its peak fits, take *16 bits, compiled, chunked loss*: it trains all weights, and is the fastest. With less room take *8-bit AdamW in backward, compiled*, then *LoRA, compiled*, then *everything combined*.
+# With room for 2,579 MiB take *16 bits, compiled, chunked loss*: it trains all weights, and is the fastest. With 1,091 take *8-bit AdamW in backward, compiled*. With 402 take *LoRA, compiled*, and with 252 *everything combined*.
 #
-# **Do four bits pay?** On this small model as the libraries do it, no. With the embedding in 16 bits, yes: the last two rows differ by the four bits alone. The table below says when a large model needs them.
+# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: the last two rows differ by the four bits alone, which save 37 % for 7 % more time. Their other price is the loss: before training 4.00 in place of 3.58, after it 2.97 against 2.83. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 16 GiB for eight.
+#
+# One time surprises, and nobody has looked for its cause: LoRA without the compiler takes longer than all weights with the same recipes, 0.84× beside 0.69×.
 #
 # Each loss is of one run, at a rate that was not tuned; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming do not carry over to a GPU: here the disk is in free memory.
 #
@@ -1009,26 +1009,9 @@ print(f"{found} micro-batches fit, and leave the same gradients")
 #
 # **An order to try.** Start with what changes nothing and costs little: bf16, a loss in chunks, checkpoints, micro-batches. If all weights have to train: 8-bit AdamW, then the step in backward, then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Before all that, [pack](../recipes_lib/training/sequence_packing.py) texts of unequal lengths: padding fills memory, too.
 #
-# *Here* is the recorded row against full fine-tuning in fp32, on two CPU cores; ¹ is on top of 16 bits, checkpoints and a loss in chunks. The switches of the libraries are in the [cheatsheet](../CHEATSHEET.md).
+# **Not when.** *Checkpoints*: activations are not at the peak. *Offloading*: checkpoints are enough, or there are some already. *Mixed precision*: 16 bits are emulated. *Compiled blocks*: each batch has another shape. *The step in backward*: you accumulate, clip, or train in fp16. *States in 16 or 8 bits*: adapters train. *LoRA*: much that is new has to be learned. *QLoRA*: the weights fit in 16 bits. *Streaming*: they fit.
 #
-# | recipe | here | not when |
-# |---|---|---|
-# | [gradient accumulation](../recipes_lib/training/gradient_accumulation.py) | <!--m 01 gradient accumulation-->-35% peak, 1.18× (1.03–1.18) time<!--/m--> | the batch fits |
-# | [activation checkpointing](../recipes_lib/memory/activation_checkpointing.py) | <!--m 01 activation checkpointing-->-42% peak, 1.22× (1.07–1.22) time<!--/m--> | activations are not at the peak |
-# | with a [loss in chunks](../recipes_lib/memory/chunked_cross_entropy.py) | <!--m 01 checkpointing, loss in chunks-->-48% peak, 1.07× (0.94–1.07) time<!--/m--> | you need the logits |
-# | [activation offloading](../recipes_lib/memory/activation_offload.py) | <!--m 01 activation offloading-->-42% peak, 1.60× (1.40–1.60) time<!--/m--> | checkpointing is enough |
-# | [mixed precision](../recipes_lib/precision/mixed_precision.py) | <!--m 01 mixed precision-->-8% peak, 0.59× (0.51–0.59) time<!--/m--> | 16 bits are emulated |
-# | with [compiled blocks](../recipes_lib/training/compiled_blocks.py) | <!--m 01 mixed precision, compiled-->-20% peak, 0.47× (0.41–0.47) time<!--/m--> | each batch has another shape |
-# | [step in backward](../recipes_lib/memory/optimizer_in_backward.py) ¹ | <!--m 01 step in backward-->-55% peak, 0.70× time<!--/m--> | you accumulate, clip, or scale the loss |
-# | [16-bit AdamW states](../recipes_lib/precision/sixteen_bit_adam.py) ¹ | <!--m 01 16-bit AdamW states-->-61% peak, 0.76× time<!--/m--> | adapters train |
-# | [8-bit AdamW](../recipes_lib/precision/eight_bit_adam.py) ¹ | <!--m 01 8-bit AdamW-->-63% peak, 0.96× time<!--/m--> | adapters train |
-# | [states on the host](../recipes_lib/memory/optimizer_offload.py) | | 8 bits are enough |
-# | [LoRA](../recipes_lib/fine_tuning/lora.py) ¹ | <!--m 01 LoRA-->-90% peak, 0.86× (0.79–0.87) time<!--/m--> | much that is new has to be learned |
-# | [QLoRA](../recipes_lib/fine_tuning/qlora.py) ¹ | <!--m 01 QLoRA-->-90% peak, 1.16× (1.06–1.16) time<!--/m--> | the 16-bit weights fit |
-# | [layer streaming](../recipes_lib/memory/layer_streaming.py) ¹ | <!--m 01 QLoRA, streamed-->-91% peak, 1.01× (0.93–1.01) time<!--/m--> | the weights fit |
-# | [dynamic batch size](../recipes_lib/training/dynamic_batch.py) | | you know what fits |
-#
-# **What does not go together**: the step in backward with accumulation, clipping or fp16; offloading of every activation with checkpointing. More in [TRAPS.md](../TRAPS.md).
+# The [cheatsheet](../CHEATSHEET.md) has the numbers of each recipe and its switch in the libraries, [TRAPS.md](../TRAPS.md) what goes wrong.
 #
 # ## Out-of-memory doctor
 #
