@@ -95,12 +95,13 @@ def small(value: float) -> str:
 def times(value: float) -> str:
     """A ratio with the range of its turns: "0.86× (0.82–0.96)"; † behind one that is withdrawn.
 
-    One turn has no range.
+    One turn has no range, nor have turns that took equally long.
     """
     text = f"{value:.2f}×"
     if isinstance(value, Number) and value.low is not None:
-        if value.low < value.high:  # of several turns
-            text += f" ({value.low:.2f}–{value.high:.2f})"
+        low, high = f"{value.low:.2f}", f"{value.high:.2f}"
+        if low != high:
+            text += f" ({low}–{high})"
         if value.withdrawn:
             text += "†"
     return text

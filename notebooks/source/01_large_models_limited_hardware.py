@@ -16,14 +16,15 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **A training step of QLoRA, 426 MiB → 267 MiB: -37% memory of tensors, in 0.47× the time.** The table compares with full fine-tuning in fp32, 4,196 MiB:
+# > **A training step of QLoRA, 401 MiB → 252 MiB: -37% memory of tensors, in 0.56× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
 # >
 # > | what trains | recipes | peak, MiB | memory | time |
 # > |---|---|--:|--:|--:|
-# > | all weights, the fastest | 16 bits, compiled blocks, a loss in chunks | 2,735 | -35% | 0.45× (0.41–0.45) |
-# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,117 | -73% | 0.87× (0.80–0.92) |
-# > | adapters, four bits, as many do today | QLoRA, with 16 bits, checkpoints and a loss in chunks | 426 | -90% | 1.16× (1.06–1.16) |
-# > | adapters, the smallest | that, with the embedding in 16 bits, and compiled blocks | 267 | -94% | 0.55× (0.49–0.55) |
+# > | all weights, the fastest | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.53× |
+# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.97× (0.96–0.98) |
+# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.55× |
+# > | adapters, four bits, as many do today | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 1.05× (1.04–1.10) |
+# > | adapters, the smallest | that, with the embedding in 16 bits, and compiled blocks | 252 | -93% | 0.59× (0.59–0.62) |
 # >
 # > Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
