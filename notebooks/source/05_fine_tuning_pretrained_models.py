@@ -769,7 +769,7 @@ for one, other in pairs_of_ways:
 #
 # **How far to trust it.** Each way ran once. The intervals say what other sentences would show, and not what another seed would. 32 pieces of source code stand for no conversation and no long text.
 #
-# One more run of each has another seed, and 480 pairs in rows of four. LoRA and QLoRA get more answers there. At 1e-3 LoRA learns less, and forgets far more, × 8.95:
+# One more run of each has another seed, and 480 pairs, four in a step. LoRA and QLoRA get more answers there. At 1e-3 LoRA learns less, and forgets far more, × 8.95:
 #
 # <!-- numbers:fine_tuning_seeds-05 -->
 # | way | rate | steps | right with each seed, of 64 | held-out loss | perplexity of source code, × before |
