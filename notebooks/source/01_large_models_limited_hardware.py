@@ -861,7 +861,7 @@ ladder.chart()
 #
 # ## Does it still learn?
 #
-# The rows to choose from train for five steps on the same batches, adapters at ten times the learning rate. What counts is the loss on functions from modules that are not in the training texts. (Blocks are not compiled here. That would change the order of sums alone.)
+# The rows to choose from train for five steps on the same batches, adapters at ten times the learning rate. What counts is the loss on functions from modules that are not in the training texts. (Blocks are not compiled here.)
 
 # %%
 from recipes_lib.core.data.losses_and_answers import evaluate
@@ -911,7 +911,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: the last two rows differ by the four bits alone, which save 37 % for 7 % more time. Their other price is the loss: before training 4.00 in place of 3.58, after it 2.97 against 2.83. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 16 GiB for eight.
 #
-# Two numbers surprise, and their cause is open. LoRA without the compiler takes longer than all weights with the same recipes, 0.84× beside 0.69×. And after the same first update the compiled row of LoRA prints a lower loss than the other one, 3.56 beside 3.82.
+# Two numbers surprise, and their cause is open. LoRA without the compiler takes longer than all weights with the same recipes, 0.84× beside 0.69×. And after the same first update the compiled row of LoRA prints a lower loss than the other one, 3.56 beside 3.82. Until that is known, compare losses of compiled adapters with those of plain ones.
 #
 # Each loss is of one run, at a rate that was not tuned; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming do not carry over to a GPU: here the disk is in free memory.
 #
