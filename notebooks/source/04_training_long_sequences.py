@@ -353,12 +353,12 @@ for which, losses in curves.items():
 #
 # ## My card, my model, my length: what do I do?
 #
-# A cell has three lengths, in thousands of tokens: with *checkpoints*, with *a chunked loss* besides, and with **all five lines**. Two ways to train:
+# Each entry of the table below has three lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with **all five lines**. Two ways to train:
 #
 # - *all weights*, in 16 bits. The optimizer is `apply_optimizer_in_backward(model, optimizer_class=partial(bf16_adamw, rounding="stochastic"), lr=2e-5)`, which takes its step inside of backward and allows no clipping;
 # - *QLoRA*: a base of 4 bits with small adapters, `model = apply_qlora(model, compute_dtype=torch.bfloat16)` before the five lines ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)).
 #
-# None of these steps has run on a card. The lengths come from arithmetic; the longest on 24 GB is then checked by the step itself, on tensors without data.
+# None of these steps has run on a card. The lengths come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
 
 # %%
 from recipes_lib.core.predict import CARDS
@@ -407,20 +407,20 @@ if shares:
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
-# **Before you use a cell:**
+# **Before you use an entry:**
 #
 # - It counts tensors, and leaves 5 % of the card for holes between them. Buffers of a library come on top. Predictions of this kind missed what others measured on cards by up to 40 % ([below](#Do-such-predictions-hold-on-a-card?)): on a new card begin at half of a length.
 # - The host has a limit, too: the last column says what 100,000 tokens with the five lines take there. Yours is the smaller of the two limits.
 # - The time is arithmetic as well, at 40 % of the data sheet's rate, and a lower bound. Time stops you before memory does.
 # - These models know 131,072 positions. A longer text is about memory only.
-# - On a T4 *QLoRA* multiplies in fp16, and the cells are with `apply_flash_attention(model)`: without it the scores of grouped heads fill the memory, because no fast kernel there takes them.
+# - On a T4 *QLoRA* multiplies in fp16, and the entries are with `apply_flash_attention(model)`: without it the scores of grouped heads fill the memory, because no fast kernel there takes them.
 #
 # | if | then | it costs |
 # |---|---|---|
-# | the text fits the first length of your cell | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
+# | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
 # | the third, and the host has room | the five lines | 1.4 times the plain step, on two CPU cores at 2,048 tokens |
-# | the third, and the host has no room, as on a free Colab | nested checkpoints (recipe 5) in place of the offload; its length is in no cell, ask the doctor | nearly two more forwards |
+# | the third, and the host has no room, as on a free Colab | nested checkpoints (recipe 5) in place of the offload; its length is in no entry | nearly two more forwards |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else | some loss within the trained length |
 # | memory is enough, and a step takes too long | a window (recipe 7), or several GPUs ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) | another model, or more cards |
@@ -1022,7 +1022,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 # | + tiled MLP | 1,200,000 | 1,677,367 | +40% |
 # <!-- end -->
 #
-# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. The equation knows the operators of PyTorch. Where it says too little, Liger's kernels are probably the cause; where too much, what DeepSpeed and FlashAttention 3 keep for themselves. We could not look. Hence the rule: begin at half of a length. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports 342,733 tokens for 8B *QLoRA* on 80 GB, between the second length of our cell and the third.
+# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. The equation knows the operators of PyTorch. Where it says too little, Liger's kernels are probably the cause; where too much, what DeepSpeed and FlashAttention 3 keep for themselves. We could not look. Hence the rule: begin at half of a length. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports 342,733 tokens for 8B *QLoRA* on 80 GB, between the second length of our entry and the third.
 #
 # ## Part B: another model, for less time or longer texts
 #
