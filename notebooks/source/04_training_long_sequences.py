@@ -16,16 +16,16 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **895 → 92,965 tokens with five lines of code:** the longest text on which every weight of smollm2-135m trains within 4 GiB of tensors. That is **1.7 times as long** as with all that transformers and TRL have switches for.
+# > **895 → 92,346 tokens with five lines of code:** the longest text on which every weight of smollm2-135m trains within 4 GiB of tensors. That is **1.7 times as long** as with all that transformers and TRL have switches for.
 # >
 # > | | longest text | a real step of 2,048 tokens in bf16 |
 # > |---|--:|--:|
-# > | eager attention, fp32 | 895 | |
-# > | SDPA, the default, fp32 | 1,385 | 1.00× |
-# > | all switches of transformers and TRL, bf16 | 54,579 | 1.15× |
-# > | **the five lines**, bf16 | **92,965** | 1.39× |
+# > | eager attention | 895 (fp32) | |
+# > | SDPA, the default | 1,385 (fp32) | 1.00× |
+# > | all switches of transformers and TRL | 54,216 (bf16) | 1.18× |
+# > | **the five lines** | **92,346** (bf16) | 1.26× |
 # >
-# > Inputs of blocks wait on disk in the last two. In 16 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0007; plain steps in fp32 differ by 0.0018. A real step of 10,240 tokens takes 2,268 MiB (2,268 in a dry step) and 1.5 minutes. The equation misses the counted lengths in fp32 by 1.7% at most.
+# > Inputs of blocks wait on disk in the last two. In 40 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0007; plain steps in fp32 differ by 0.0018. A real step of 10,240 tokens takes 2,268 MiB (2,268 in a dry step) and 1.3 minutes. The equation misses the counted lengths in fp32 by 1.7% at most.
 # >
 # > Lengths counted in dry steps, times measured, on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
@@ -46,7 +46,7 @@
 #     loss.backward()
 # ```
 #
-# On a T4, which has no bf16, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. And call `apply_flash_attention(model)` first: no fast kernel there takes grouped heads.
+# On a T4, which has no bf16, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. And call `apply_flash_attention(model)` of `recipes_lib.attention.flash` first: the fast kernels there refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are.
 #
 # | | |
 # |---|---|
@@ -113,7 +113,7 @@ dtype = torch.bfloat16 if on_gpu and here.native_bf16 else torch.float32
 print(here)
 
 # %% [markdown]
-# On a CPU all weights of the real SmolLM2-135M train, and all tensors together get 4 GiB. Nothing fails at the limit: we count bytes. A GPU takes a larger model with random weights.
+# On a CPU all weights of the real SmolLM2-135M train, and all tensors together get 4 GiB. Nothing fails at the limit: we count bytes. On a GPU the notebook builds the shape of Llama 3.2 1B, with random weights.
 
 # %%
 cpu = dict(
@@ -126,7 +126,7 @@ cpu = dict(
     short=2048,  # tokens of a real step, in three ways
     long=10240,  # tokens of a real step with the five lines
     few=10,  # blocks of a model that learns in many steps
-    steps=40,  # of them
+    steps=32,  # of them
     cost=2048,  # tokens at which the rows are timed
     read=8192,  # tokens at which attention alone is timed
     window=512,  # of them
@@ -178,7 +178,7 @@ def train(
 
 
 # %% [markdown]
-# A *way* says what is changed in the model, and what stands around forward and backward. Three of them: nothing; *all switches* that transformers and TRL have for long texts; and the five lines. The switches have no tiles, and wait for each copy. They need a GPU, so here our own stand in for their copies and their loss.
+# A *way* says what is changed in the model, and what stands around forward and backward. Three of them: nothing; *all switches* that transformers and TRL have for long texts; and the five lines. The switches have no tiles. Of their two offloads we take transformers', which waits for each copy and so takes the least memory; TRL's `activation_offloading=True` copies beside the computation. Both need a GPU, so here our own stand in for the copies and the loss.
 
 # %%
 from recipes_lib.architecture.rope import apply_rope_scaling, check_length
@@ -286,10 +286,13 @@ for which, tokens, turns in [*steps, ("five lines", sizes.long, 1)]:
     print(f"{which:<12} {tokens:>6,} tokens: loss {losses[0]:.4f},", end=" ")
     print(f"{memory.peak / 2**20:,.0f} MiB at the peak, {min(seconds):.1f} s,", end=" ")
     print(f"{1e3 * min(seconds) / tokens:.1f} ms per token")
+for which in ("all switches", "five lines"):
+    ratio = real[which, sizes.short]["seconds"] / real["plain", sizes.short]["seconds"]
+    print(f"{which}: {ratio:.2f} times the plain step")
 del model, step, optimizer, memory  # what is alive would be counted below
 
 # %% [markdown]
-# At 2,048 tokens weights, averages and gradients are 2,052 of the 2,165 MiB of the five lines. So the tiles save nothing yet, and the MLP runs forward once more, tile by tile: use them when memory runs out, and not before. The losses differ by the rounding of bf16.
+# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and cost time: use them when memory runs out, and not before. The losses differ by the rounding of bf16.
 #
 # **Do they learn the same?** A model of ten such blocks learns from fresh weights, each step on another text of 512 tokens. A third run says what *the same* means: plain steps in fp32, which differ by rounding alone.
 
@@ -336,6 +339,16 @@ for which, losses in curves.items():
 # SFTTrainer(model=model, args=config, train_dataset=texts).train()
 # ```
 #
+# **With Axolotl** the tiles are a switch, too, though not those of the norms ([its page](https://github.com/axolotl-ai-cloud/axolotl/blob/19e03744e01f1f2be0768e3dd8554fef8674f2f0/docs/gradient_checkpointing.qmd); we have not run it):
+#
+# ```yaml
+# bf16: true
+# cut_cross_entropy: true               # with its plugin
+# gradient_checkpointing: true
+# tiled_mlp: true
+# activation_offloading: hidden_states  # inputs of blocks, copied beside the computation
+# ```
+#
 # ## The map
 #
 # | | recipe | makes smaller | the switch of a library |
@@ -355,8 +368,15 @@ for which, losses in curves.items():
 #
 # Each entry of the table below has three lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with **all five lines**. Two ways to train:
 #
-# - *all weights*, in 16 bits. The optimizer is `apply_optimizer_in_backward(model, optimizer_class=partial(bf16_adamw, rounding="stochastic"), lr=2e-5)`, which takes its step inside of backward and allows no clipping;
+# - *all weights*, in 16 bits. The optimizer takes its step inside of backward. That spares the gradients of all weights, and allows no clipping;
 # - *QLoRA*: a base of 4 bits with small adapters, `model = apply_qlora(model, compute_dtype=torch.bfloat16)` before the five lines ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)).
+#
+# ```python
+# # All weights: these lines, then the five without autocast. There is no optimizer.step().
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).cuda().train()
+# rounded = partial(bf16_adamw, rounding="stochastic")     # recipes_lib.precision.pure_bf16
+# apply_optimizer_in_backward(model, optimizer_class=rounded, lr=2e-5)  # recipes_lib.memory
+# ```
 #
 # None of these steps has run on a card. The lengths come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
 
@@ -385,8 +405,9 @@ for shape in sizes.cards:
         fits = {}
         for card in cards:
             each = [longest_text(model, card=card, stack=(*s, recipe)) for s in stacks]
-            # A T4 has no bf16, and a step in backward no scaled loss for fp16.
-            fits[card] = [0] if (card, method) == ("T4", "all weights") else each
+            fits[card] = each if max(each) > 1000 else [0]
+        if method == "all weights":  # a step in backward has no scaled loss for fp16
+            fits["T4"] = [0]
         longest = fits["RTX 4090"][-1]
         if longest > 1000:
             on = {"card": "RTX 4090", "stack": (*FIVE_LINES, recipe)}
@@ -403,13 +424,14 @@ for shape in sizes.cards:
         row = [f"{shape}, {method}", *numbers, duration(seconds), on_host]
         table.append(row)
 if shares:
-    print(f"the steps themselves fill {min(shares):.0%} to {max(shares):.0%} of 24 GB")
+    print("the steps themselves fill", end=" ")
+    print(f"{min(shares):.0%} to {max(shares):.0%} of what 24 GB leave for tensors")
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
 # **Before you use an entry:**
 #
-# - It counts tensors, and leaves 5 % of the card for holes between them. Buffers of a library come on top. Predictions of this kind missed what others measured on cards by up to 40 % ([below](#Do-such-predictions-hold-on-a-card?)): on a new card begin at half of a length.
+# - It counts tensors, and leaves 5 % of the card for holes between them. Buffers of a library come on top. Such predictions missed what others measured on cards by up to 40 % ([below](#Do-such-predictions-hold-on-a-card?)): on a new card begin at half of a length.
 # - The host has a limit, too: the last column says what 100,000 tokens with the five lines take there. Yours is the smaller of the two limits.
 # - The time is arithmetic as well, at 40 % of the data sheet's rate, and a lower bound. Time stops you before memory does.
 # - These models know 131,072 positions. A longer text is about memory only.
@@ -419,7 +441,7 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 # |---|---|---|
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
-# | the third, and the host has room | the five lines | 1.4 times the plain step, on two CPU cores at 2,048 tokens |
+# | the third, and the host has room | the five lines | 1.26 times the plain step, on two CPU cores at 2,048 tokens |
 # | the third, and the host has no room, as on a free Colab | nested checkpoints (recipe 5) in place of the offload; its length is in no entry | nearly two more forwards |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else | some loss within the trained length |
@@ -437,11 +459,12 @@ print(f"$ python -m recipes_lib doctor --model {shape} {options}")
 model = model_of_shape(shape, dtype=torch.bfloat16, device="meta")
 diagnosis = diagnose(model=model, batch_size=1, seq_len=32_768, card="RTX 4090")
 for remedy in diagnosis.remedies:
-    print(f"{remedy.name}: {remedy.outcome}")
+    print(f"{remedy.name}: {remedy.outcome}", *filter(None, [remedy.costs]), sep="; ")
 print(diagnosis.check())
+print("\n".join(diagnosis.lines))
 
 # %% [markdown]
-# It prints the lines to copy, too. Tiles without an offload are between the second length and the third.
+# Tiles without an offload fit here: 32K is longer than the second length of this model (27K), and needs no host memory.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
@@ -619,7 +642,7 @@ for row, slope in slopes.items():
 print(f"to the guess: {ladder['flash attention'].times_previous:.2f}× as long")
 
 # %% [markdown]
-# Without the scores memory grows with S. With them it grows faster, and not yet with S² at these lengths, because *b S* is still a large part. Activations and logits stay, so the text is only that much longer. *Not when* you need the attention weights, or when scores are capped.
+# Without the scores memory grows with S. With them it grows faster, and not yet with S² at these lengths, because *b S* is still a large part. Activations and logits stay, so the text is only that much longer. *Not when* you need the attention weights, or when the model caps its scores with a tanh, as Gemma 2 does.
 #
 # ### 2. Chunked loss
 #
@@ -662,7 +685,7 @@ if hasattr(F, "linear_cross_entropy"):  # PyTorch's own, since 2.13
 # | a loop of your own | `apply_chunked_cross_entropy(model)`, or `F.linear_cross_entropy` |
 # | the logits themselves | no chunks |
 #
-# Ours is one call on a model of any family, and checks itself against the model's own loss. `F.linear_cross_entropy` needs `batch_chunk_size=256`: its default chunks are slow. Forward and backward of the loss alone (*value off by* is against fp64; the bytes inside of one operator are not seen on a CPU):
+# Ours is one call on a model of any family, and checks itself against the model's own loss. `F.linear_cross_entropy` needs `batch_chunk_size=256`: its default chunks are slow. Forward and backward of the loss alone:
 
 # %%
 from recipes_lib.workflows.bench.kernels import compare_losses
@@ -676,7 +699,7 @@ beside = compare_losses(
 )
 for which in ("plain", "ours", "torch", "torch, 256 rows"):
     if which in beside:
-        print(f"{which:<16}{beside[which]}")
+        print(f"{which:<16}{beside[which].seconds:.3f} s")
 
 
 def lean(model):
@@ -749,6 +772,9 @@ def lean_and_checkpointed(model):
 
 climb("SDPA + checkpoints", Way(usual), longest_by(usual_terms))
 climb("+ checkpointing", Way(lean_and_checkpointed), longest_by(checkpoint_terms))
+saved = sdpa_terms(sizes.common).activations / (sizes.common * dtype.itemsize)
+saved /= blocks_here * weightless.config.hidden_size
+print(f"a block keeps {saved:.0f} numbers for each one of its input")
 alone = ladder["SDPA + checkpoints"].tokens / ladder["flash attention"].tokens
 both = ladder["+ checkpointing"].tokens / ladder["+ chunked loss"].tokens
 print(f"checkpoints alone make the text {alone:.1f}× as long,", end=" ")
@@ -795,6 +821,15 @@ def tiled_and_checkpointed(model):
 
 
 climb("+ tiled MLP", Way(tiled_and_checkpointed), longest_by(tiled_terms))
+
+# How often does an MLP see a token in one step?
+seen = []
+model = tiled_and_checkpointed(model_of_shape(sizes.shape, layers=2, dtype=dtype))
+gate = model.model.layers[0].mlp.gate_proj
+gate.register_forward_hook(lambda gate, inputs, output: seen.append(inputs[0].shape[1]))
+ids = text_of(sizes.common)
+model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+print(f"forward of an MLP: {sum(seen) / sizes.common:.0f} times in a step")
 before, after = checkpoint_terms(16_384), tiled_terms(16_384)
 print("to the guess, of 16,384 tokens:")
 print(f"  inputs of the blocks {before.activations / 2**20:6,.0f} MiB")
@@ -802,7 +837,7 @@ print(f"  one block            {before.one_block / 2**20:6,.0f} MiB")
 print(f"  one block, tiled     {after.one_block / 2**20:6,.0f} MiB")
 
 # %% [markdown]
-# The inputs are larger, and a tile does not touch them: hence the small gain. Once they are elsewhere, as in recipe 6, the one block is most of what grows. The MLP's forward now runs three times: in forward, when the block is computed again, and when its tile is. *Not when* no block is checkpointed yet.
+# The inputs are larger, and a tile does not touch them: hence the small gain. Once they are elsewhere, as in recipe 6, the one block is most of what grows. By hand the MLP's forward runs three times: in forward, when the block is computed again, and when its tile is. The row runs it twice, because the checkpoint of the block stops at the MLP's input. The rest of the price are the many small products. *Not when* no block is checkpointed yet.
 #
 # **The line you will write tomorrow**: Axolotl `tiled_mlp: true`, DeepSpeed's `TiledMLP`. Neither is installed here, and transformers has none, so the row is ours. In a dry step the tiles between the first and the last two count as one.
 #
@@ -869,7 +904,7 @@ print(
 # backward      block 0  <-  block 1  <- … <-  block L-1
 # ```
 #
-# **Guess first.** Nested checkpoints leave about 2√L inputs; with the inputs elsewhere none stay. How many times as long is the text then, and how much of that is left without tiles?
+# **Guess first.** Nested checkpoints leave about 2√L inputs; with the inputs elsewhere one stays. How many times as long is the text then, and how much of that is left without tiles?
 #
 # **The idea.** Autograd asks a pair of hooks where to keep each saved tensor.
 
@@ -899,7 +934,7 @@ print(f"without tiles, by the equation: {longest_by(untiled_away):,} tokens")
 # %% [markdown]
 # *+ offloaded inputs* replaces *+ nested checkpoints*: the other answer to the same question, without the additional forward.
 #
-# **The line you will write tomorrow**: `model.activation_checkpointing_enable(offload=True)`, since [transformers 5.17](https://github.com/huggingface/transformers/pull/48444). It needs a GPU, and the computation waits for each copy. Ours can copy beside it (`in_flight=1`), and can go to disk. This row waits, which takes the least memory.
+# **The line you will write tomorrow**: `model.activation_checkpointing_enable(offload=True)`, since [transformers 5.17](https://github.com/huggingface/transformers/pull/48444). It needs a GPU, and the computation waits for each copy. TRL's and Axolotl's copy beside it, as ours does with `in_flight=1`; ours also goes to disk. This row waits, which takes the least memory.
 #
 # **What it gives on a card, and what it costs there.** Others have measured that: [prime-rl](https://github.com/PrimeIntellect-ai/prime-rl/blob/30bf494fe5b44777ee10764ba8a32b579a91f65e/benchmarks/results/BENCHMARKS.md) on one H100, with checkpoints that stay and with checkpoints that go to the host. The arithmetic is (blocks − 1) × tokens × width × 2 bytes:
 
@@ -918,26 +953,33 @@ for which, (layers_of, width), tokens, memory, clock in measured_by_others:
     print(f"time +{clock[1] / clock[0] - 1:.1%}")
 
 # %% [markdown]
-# The arithmetic is right to 0.2 GiB. The price is 2 to 5 % of the time, and it falls with the length: computing grows with S² per block, and the copies with S. *Not when* the link is slow and the text short. Published for the same idea under FSDP2 ([accelerate#4175](https://github.com/huggingface/accelerate/pull/4175), Qwen3-0.6B): a short step goes from 1.38 to 1.86 s with its peak unchanged.
+# The arithmetic is right to 0.2 GiB. The price is 2 to 5 % of the time. In the one pair of lengths it falls: computing grows with S² per block, and the copies with S. *Not when* the link is slow and the text short. Published for the same idea under FSDP2 ([accelerate#4175](https://github.com/huggingface/accelerate/pull/4175), Qwen3-0.6B): a short step goes from 1.38 to 1.86 s with its peak unchanged.
 #
 # ## The five lines
 #
-# Now the opponent and the five lines, both in bf16 and with clipping. The five lines are recipes 1 to 4 and 6, with the norms in tiles like the MLP, of 1,024 tokens, the default; the rows above had tiles of 256. The equation knows one precision only, so these two rows have no prediction.
+# Now the default, the opponent and the five lines, all in bf16 and with clipping. The five lines are recipes 1 to 4 and 6, with the norms in tiles like the MLP, of 1,024 tokens, the default; the rows above had tiles of 256. The equation knows one precision only, so these rows have no prediction.
 
 # %%
 start = ladder["+ tiled MLP"].tokens
+plain_gradient = climb("SDPA, bf16", plain_way, start=ladder.rows[0].tokens)
 climb("all switches", all_switches, start=start)
-gradient = climb("the five lines", five_lines, start=start, also=(sizes.long,))
+climb("the five lines", five_lines, start=start, also=(sizes.long,))
 longest = ladder["the five lines"].tokens
 switches = ladder["all switches"].tokens
-print(f"{longest / switches:.1f}× the length of all switches")
+print(f"{longest / switches:.1f}× the length of all switches,", end=" ")
+print(f"{longest / ladder['SDPA, bf16'].tokens:.0f}× that of the default")
 
 # The same gradients? In bf16 the plain step has others than in fp32, too.
-_, plain_gradient = loss_and_gradient(plain_way)
-of_plain = apart_by(plain_gradient, first_gradient)
-of_five = apart_by(gradient, plain_gradient)
-print(f"gradients: the plain step in bf16 against fp32 {of_plain:.0e},", end=" ")
-print(f"the five lines against that plain step {of_five:.0e}")
+off = {"the plain step in bf16, from fp32": apart_by(plain_gradient, first_gradient)}
+beside_it = {"all switches": all_switches}
+beside_it["the five lines, in tiles of a few tokens"] = five_lines._replace(
+    adapt=in_tiles
+)
+for which, way in beside_it.items():
+    _, gradient = loss_and_gradient(way)
+    off[f"{which}, from the plain step in bf16"] = apart_by(gradient, plain_gradient)
+for which, distance in off.items():
+    print(f"gradients of {which}: {distance:.0e}")
 if not on_gpu:  # there the search has taken real steps
     step = real["five lines", sizes.long]
     dry_bytes = found["the five lines"].peaks[sizes.long]
@@ -945,15 +987,16 @@ if not on_gpu:  # there the search has taken real steps
     print(f"the dry one is off by {abs(dry_bytes / step['bytes'] - 1):.2%}")
 
 # %% [markdown]
-# At equal precision the tiles make the text 1.7 times as long. The 4e-02 of both rows is bf16 itself, because the plain step has it, too. The five lines differ from that plain step by 1e-02. On these 512 tokens they have one tile; several were compared in recipe 4, and in the training above. None of the longest steps was computed.
+# At equal precision the tiles make the text 1.7 times as long. The 4e-02 of the rows is bf16 itself, because the plain step has it, too; from that step the five lines are less far away. None of the longest steps was computed.
 #
 # ## What it costs
 #
-# Forward and backward run through as many blocks as one group of nested checkpoints has, without the loss, on 2,048 tokens, which is too long for the plain step. The rows take turns, and the fastest turn of each counts.
+# Forward and backward run through as many blocks as one group of nested checkpoints has, without the loss, on 2,048 tokens, with which the plain step exceeds the 4 GiB. The rows take turns, and the fastest turn of each counts.
 
 # %%
 # The first two have the blocks of another row. Those in bf16 were timed above.
-untimed = ("+ chunked loss", "SDPA + checkpoints", "all switches", "the five lines")
+in_bf16 = ("SDPA, bf16", "all switches", "the five lines")
+untimed = ("+ chunked loss", "SDPA + checkpoints", *in_bf16)
 timed = [row for row in ways if row not in untimed]
 slice_of = partial(model_of_shape, sizes.shape, layers=max(group, 2), dtype=dtype)
 
@@ -978,11 +1021,11 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# *Time* is that of the blocks against SDPA, all in fp32, with the range of single rounds in brackets: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints add nearly two more forwards. What goes to disk is probably still in the system's page cache, so the price of a slow disk is not in it.
+# *Time* is that of the blocks against SDPA, all in fp32, with the range of single rounds in brackets: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints add nearly two more forwards. These are blocks alone, in fp32, with tiles of 256 tokens; the five lines above were whole steps in bf16, with tiles of 1,024. What goes to disk is probably still in the system's page cache, so the price of a slow disk is not in it.
 
 # %%
-title = f"The five lines: {longest:,} tokens; all switches: {switches:,}"
-ladder.chart(title=title, strong=("all switches", "the five lines"))
+title = f"The five lines: {longest / switches:.1f} times as long as all switches"
+ladder.chart(title=title, strong=in_bf16, key=("in bf16", "in fp32"))
 
 # %%
 near, far = real["five lines", sizes.short], real["five lines", sizes.long]
@@ -999,7 +1042,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 #
 # ## Do such predictions hold on a card?
 #
-# Others have measured there, and said how. Each published step was built in its setting and in full size, and predicted on its card without that card. Their code is not ours. These are the rows about long texts; [predictions.md](../docs/predictions.md) has all of them, and what was guessed of their settings:
+# Others have measured there, and said how. Each published step was built in its setting and in full size, and predicted on its card without that card. Their code is not ours. These are the longest with one card; [predictions.md](../docs/predictions.md) has all of them, and what was guessed of their settings:
 #
 # <!-- numbers:long_texts_elsewhere-04 -->
 # | measured by others | card | tokens | measured, GiB | predicted, GiB | difference |
@@ -1022,7 +1065,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 # | + tiled MLP | 1,200,000 | 1,677,367 | +40% |
 # <!-- end -->
 #
-# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. The equation knows the operators of PyTorch. Where it says too little, Liger's kernels are probably the cause; where too much, what DeepSpeed and FlashAttention 3 keep for themselves. We could not look. Hence the rule: begin at half of a length. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports 342,733 tokens for 8B *QLoRA* on 80 GB, between the second length of our entry and the third.
+# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. The equation knows the operators of PyTorch. Where it says too little, Liger's kernels are probably the cause; where too much, what DeepSpeed and FlashAttention 3 keep for themselves. We could not look. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports 342,733 tokens for 8B *QLoRA* on 80 GB, between the second length of our entry and the third.
 #
 # ## Part B: another model, for less time or longer texts
 #
@@ -1051,8 +1094,7 @@ distance = positions[:, None] - positions  # of a query (down) from a key (right
 causal = distance >= 0
 in_window = causal & (distance < 16)
 sinks = causal & (positions < 4)
-patterns = {"full": causal, "window of 16": in_window}
-patterns |= {"window and 4 sinks": in_window | sinks}
+patterns = {"window of 16": in_window, "window and 4 sinks": in_window | sinks}
 pattern_chart(patterns, title="Reading less: which keys each query reads")
 
 # %%
@@ -1158,10 +1200,10 @@ places = [rope["window"] * (number + 0.5) for number in range(len(means["none"])
 curves = {kind: list(zip(places, means[kind])) for kind in ("none", "linear", "yarn")}
 figure = lines(
     curves,
-    title="Without scaling the loss climbs beyond the trained length (dashed)",
+    title="Without scaling the loss climbs beyond the trained length (vertical line)",
     source=rope["measured_on"],
     xlabel="position in the text, tokens",
-    ylabel="loss, nats",
+    ylabel="loss",
     ylim=(0, None),
     width=NARROW,
 )
@@ -1195,6 +1237,7 @@ for stack in ((), ("loss in chunks",), CHECKPOINTS, CHECKPOINTS_AND_CHUNKS):
 # - Hsu et al., *Liger Kernel*, 2024; Wijmans et al., *Cut Your Losses*, 2024
 # - Bekman et al., *Arctic Long Sequence Training*, 2025: tiled MLP and loss, checkpoints on the host
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016
+# - TRL, [Training Beyond 1M Tokens](https://huggingface.co/docs/trl/en/long_context_training): Qwen3-8B, 1,048,576 tokens on eight H100s, 380 s a step, 56.2 GB a GPU, measured
 # - Xiao et al., *Efficient Streaming Language Models with Attention Sinks*, 2023
 # - Su et al., *RoFormer*, 2021; Peng et al., *YaRN*, 2023; Chen et al., *Positional Interpolation*, 2023
 
@@ -1210,7 +1253,7 @@ ladder.note(
     loss_at=sizes.common,
     loss_error=loss_error,
     gradient_error=gradient_error,
-    in_bf16={"plain": of_plain, "five": of_five},
+    gradients_off=off,
     slopes=slopes,
     local={"tokens": sizes.read, "speedup": speedup, "ideal": fewer_pairs},
     price=price,

@@ -75,28 +75,38 @@ class LengthLadder(Ladder):
         named = [each for each in self.rows if each.name == self.against]
         return [*named, self.rows[0]][0]
 
-    def chart(self, *, title: str | None = None, strong: Collection[str] = ()) -> Any:
+    def chart(
+        self,
+        *,
+        title: str | None = None,
+        strong: Collection[str] = (),
+        key: tuple[str, str] | None = None,
+    ) -> Any:
         """The longest sequence of each row, from short to long, on a logarithmic axis.
 
         A factor has one width there, and no line has a beginning, so each row is a point. Rows
-        named in `strong` have a colour; without any, all but the first.
+        named in `strong` have a colour; without any, all but the first. `key` says what rows with
+        and without a colour have in common.
         """
         rows = sorted(self.rows, key=lambda row: row.tokens)
         shortest, longest = rows[0].tokens, rows[-1].tokens
         strong = strong or [row.name for row in self.rows[1:]]
         title = title or f"The longest text that fits: {longest:,} tokens"
         height = 0.42 * len(rows) + 1
-        figure, axes = new_figure(title, height=height, width=NARROW, source=counted_here())
+        look = {"height": height, "width": NARROW, "source": counted_here()}
+        if key is not None:
+            look["key"] = dict(zip(key, (RECIPE, INK)))
+        figure, axes = new_figure(title, **look)
         for number, row in enumerate(rows):
             color = RECIPE if row.name in strong else INK
             axes.plot(row.tokens, -number, "o", color=color, markersize=9)
             words = f"{row.tokens:,} (×{row.times_baseline:.1f})"
             place = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
             axes.annotate(words, (row.tokens, -number), fontsize=12, color=color, **place)
-        set_up(axes, xscale="log", xlabel="tokens; each mark is ten times the one before")
+        set_up(axes, xscale="log", xlabel="tokens, logarithmic")
         axes.set_xlim(shortest / 2, 150 * longest)  # room for the words
         tens = [10**power for power in range(1, 10)]
-        axes.set_xticks([ten for ten in tens if shortest / 2 < ten < longest])
+        axes.set_xticks([ten for ten in tens if shortest / 2 < ten < 2 * longest])
         axes.xaxis.set_major_formatter("{x:,.0f}")
         names = [row.name for row in rows]
         axes.set_yticks([-number for number in range(len(names))], names, fontsize=12)
