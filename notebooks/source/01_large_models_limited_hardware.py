@@ -445,7 +445,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. (It has one embedding copy less: now the second gradient is added into the first one.) **In your code** take both together. Each leaves what the other removes.
+# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. (It has one embedding copy less: now the second gradient is added into the first one.) **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (before transformers 5 `gradient_checkpointing`) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
 #
 # ### 3. Activation offloading
 #
@@ -577,7 +577,7 @@ def take_turns():
 take_turns()
 
 # %% [markdown]
-# Checkpoints cost one more forward. With the loss in chunks they take less time than alone, because it skips the tokens without a label. Offloading moves every byte, and is the slowest.
+# Checkpoints cost one more forward. With the loss in chunks they take less time than alone, because it skips the tokens without a label: here 155 of 1,152 have one, and where all have one, this gain is gone. Offloading moves every byte, and is the slowest.
 #
 # ## Part B: what every weight costs
 #
@@ -640,7 +640,7 @@ towers("step in backward")
 # %% [markdown]
 # **The answer.** Of its 624 MiB of gradients and copies, 219 stay: the two parts of the embedding's gradient. Now the end of forward is higher, 1,857 MiB: there the loss in chunks has made the output layer's gradient already.
 #
-# **In your code.** Accumulation, clipping by the global norm and a loss scale find no gradients, and PyTorch raises no error. Ours refuses them.
+# **In your code.** The hook above is all the code there is; torchtune has it as `optimizer_in_bwd: True`, and the Trainer in layer-wise optimizers only (`optim="galore_adamw_layerwise"`). Accumulation, clipping by the global norm and a loss scale find no gradients, and PyTorch raises no error. Ours refuses them.
 #
 # ### 7. Optimizer states in 16 or 8 bits
 #
@@ -691,11 +691,11 @@ take_turns()
 # %% [markdown]
 # **The answer.** Rounded to nearest, it never falls, and no error says so. So `sixteen_bit_adamw` rounds *stochastically*: to one of the two neighbours at random, to the nearer one more often, which is right on average. Weights in 16 bits need the same ([`bf16_adamw`](../recipes_lib/precision/pure_bf16.py)).
 #
-# States fall from 1,026 MiB to 513, and to 422 in 8 bits. That is more than a quarter, because *8-bit AdamW* keeps those of the embedding in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it.
+# States fall from 1,026 MiB to 513, and to 422 in 8 bits. That is more than a quarter, because *8-bit AdamW* keeps those of the embedding in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it. (That these losses are equal to the last bit says nothing of the rounding: they come after one update, and the first is made before the averages are rounded.)
 #
 # ### 8. Optimizer states in host memory
 #
-# A GPU's states can wait in host memory, where the update runs, too ([`offload_optimizer`](../recipes_lib/memory/optimizer_offload.py)). A CPU has nowhere to move them to, so there is no row.
+# A GPU's states can wait in host memory, where the update runs, too ([`offload_optimizer`](../recipes_lib/memory/optimizer_offload.py)). A CPU has nowhere to move them to, so there is no row. **In your code**: `optim="paged_adamw_8bit"` lets CUDA move 8-bit states to the host when the card is full.
 #
 # ### 9. LoRA
 #
@@ -804,9 +804,9 @@ on_4_bits = build(qlora, recipe_2, step=step_in_16_bits)
 ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 
 # %% [markdown]
-# **The answer.** No, by 1 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding: 108 of these 179. The loss makes a copy of it in 16 bits, and what enters each block has 32 bits, too. *Everything combined* below keeps it in 16 bits.
+# **The answer.** No, by 1 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding: 108 of these 179. The loss makes a copy of it in 16 bits, and what enters each block has 32 bits, too. *Everything combined* below keeps it in 16 bits. In Llama 3.1 8B embedding and output layer have 1.05 billion numbers: 3.9 GiB in 32 bits, and half of that in 16.
 #
-# **In your code.** Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room. To keep the embedding in 16 bits, leave `prepare_model_for_kbit_training` out, load with `dtype=torch.bfloat16`, and switch on checkpoints with `use_reentrant=False`. (With `True` the first block gets a gradient only after `model.enable_input_require_grads()`.) On CPUs with AVX512-BF16 call `model.train()` before the first forward: one in evaluation mode makes bitsandbytes repack the weights for a kernel without a backward. `check_gradient_flow` sees both traps.
+# **In your code.** Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room. To keep the embedding in 16 bits, leave `prepare_model_for_kbit_training` out, load with `dtype=torch.bfloat16`, and switch on checkpoints with `use_reentrant=False`. (With `True` the first block gets a gradient only after `model.enable_input_require_grads()`.) On CPUs with AVX512-BF16 call `model.train()` before the first forward: one in evaluation mode makes bitsandbytes repack the weights for a kernel without a backward. `check_gradient_flow` sees both: a first block without a gradient, and a forward without a backward.
 #
 # ### 11. Layer streaming
 #
@@ -825,7 +825,7 @@ ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"})
 # %% [markdown]
 # **The answer.** By nearly all, 51 MiB. What stays of the weights is the embedding and the adapters: at the peak, in the loss, hardly any block is needed. (Inputs of these checkpoints count as *other*.)
 #
-# **In your code.** We know of no switch for a frozen base in four bits. Take many tokens per step: each weight crosses the link twice.
+# **In your code.** We know of no switch for a frozen base in four bits; for weights in 16 bits there is DeepSpeed's ZeRO-3 with `offload_param`. Take many tokens per step: each weight travels from the host to the card twice.
 #
 # ## Everything combined
 #
@@ -913,7 +913,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # Two numbers surprise. LoRA without the compiler takes longer than all weights with the same recipes, 0.84× beside 0.69×; why is open. And after the same first update the compiled row of LoRA prints a lower loss than the other one, 3.56 beside 3.82. The compiler joins additions and rounds to 16 bits once, so a tiny update counts that plain bf16 rounds away, and more than it should: probably it decides ties. With `torch._inductor.config.emulate_precision_casts = True` both agree (tried outside of this page). Compare losses of compiled adapters with those of compiled ones.
 #
-# Each loss is of one run, at a rate that was not tuned; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming do not carry over to a GPU: here the disk is in free memory.
+# Each loss is of one run of five steps with four texts, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming do not carry over to a GPU: here the disk is in free memory.
 #
 # <!-- numbers:gpu-01 -->
 # <!-- end -->
@@ -972,7 +972,7 @@ for shape in ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"):
 # %% [markdown]
 # *Full* keeps the states of the embedding in 32 bits, as the Trainer does. The table is not for a T4, which has no bf16.
 #
-# **Which tower is higher on your GPU?** Take two steps with half as many tokens, and look at `torch.cuda.max_memory_allocated()`. If it falls, the first tower is higher: take Part A. If it stays, take Part B.
+# **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #
 # ### 12. Dynamic batch size
 #
