@@ -42,6 +42,7 @@ def as_options(run):
         f"--seq-len={run.seq_len}",
         f"--precision={run.precision}",
         f"--dropout={run.dropout}",
+        f"--learning-rate={run.learning_rate}",
     ]
 
 
