@@ -53,7 +53,7 @@
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | ten on two CPU cores |
 # | **Minutes to read** | ten up to *What runs out*, which is all you need to act; 30 in all |
-# | **Which hardware has run this** | two CPU cores, and those of an AMD EPYC for the curves of recipe 8. No GPU yet: cards are predicted, beside what others measured on them |
+# | **Which hardware has run this** | two CPU cores, and those of an AMD EPYC for the curves of recipe 8. No GPU yet: cards are predicted, beside what others measured on them. Timed cells are of one silent run; those that count bytes ran once more after it |
 #
 # ## Setup
 #
@@ -434,7 +434,7 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 # - The host has a limit, too: the last column says what 100,000 tokens with the five lines take there. Yours is the smaller of the two limits.
 # - The time is arithmetic as well, at 40 % of the data sheet's rate, and a lower bound. Time stops you before memory does.
 # - These models know 131,072 positions. A longer text is about memory only.
-# - On a T4 *QLoRA* multiplies in fp16, and the entries are with `apply_flash_attention(model)`: without it the scores of grouped heads fill the memory, because no fast kernel there takes them.
+# - On a T4 *QLoRA* multiplies in fp16, and needs `apply_flash_attention(model)`: without it the scores of grouped heads fill the memory, because no fast kernel there takes them. Its copies of keys and values are not in the entries.
 #
 # | if | then | it costs |
 # |---|---|---|

@@ -3,8 +3,8 @@
     model = model_without_weights("Qwen/Qwen3-4B", dtype=torch.bfloat16)
     longest_text(model, card="RTX 4090", stack=(*FIVE_LINES, "QLoRA"))     # tokens
 
-Part of out_of_memory_doctor. The length is by arithmetic, at once. `check_length` asks the step
-itself, on tensors without data.
+Part of out_of_memory_doctor. The length is by arithmetic, at once; `share_of_memory` asks
+the step itself, on tensors without data.
 """
 
 from __future__ import annotations
