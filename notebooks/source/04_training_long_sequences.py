@@ -53,7 +53,7 @@
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | ten on two CPU cores |
 # | **Minutes to read** | ten up to *What runs out*, which is all you need to act; 30 in all |
-# | **Which hardware has run this** | two CPU cores, and those of an AMD EPYC for the curves of recipe 8. No GPU yet: cards are predicted, beside what others measured on them. Timed cells are of one silent run; those that count bytes ran once more after it |
+# | **Which hardware has run this** | two CPU cores. No GPU yet: cards are predicted, beside what others measured on them |
 #
 # ## Setup
 #
@@ -92,6 +92,7 @@ from IPython.display import Markdown
 
 from recipes_lib.core.data import load_text
 from recipes_lib.core.measure import PeakMemory, dry, in_turns
+from recipes_lib.core.measure.free_memory import keep_freed_memory
 from recipes_lib.core.measure.machine import (
     GIB,
     choose_sizes,
@@ -108,6 +109,7 @@ on_gpu = here.device == "cuda"
 elsewhere = "host" if on_gpu else "disk"  # where tensors can wait
 tokenizer = load_tokenizer()
 gc.freeze()  # counting bytes walks through all objects: not through those of the imports
+keep_freed_memory()  # a CPU's steps are slower where the system takes freed memory back
 dtype = torch.bfloat16 if on_gpu and here.native_bf16 else torch.float32
 print(here)
 
@@ -123,9 +125,9 @@ cpu = dict(
     grows=8192,  # tokens up to which we see how bytes grow
     tile=256,  # tokens of a tile
     short=2048,  # tokens of a real step, in three ways
-    long=10240,  # tokens of a real step with the five lines
+    long=4096,  # tokens of a real step with the five lines
     few=10,  # blocks of a model that learns in many steps
-    steps=40,  # of them
+    steps=20,  # of them
     cost=2048,  # tokens at which the rows are timed
     read=8192,  # tokens at which attention alone is timed
     window=512,  # of them
@@ -180,7 +182,6 @@ def train(
 # A *way* says what is changed in the model, and what stands around forward and backward. Three of them: nothing; *all switches* that transformers and TRL have for long texts; and the five lines. The switches have no tiles. Of their two offloads we take transformers', which waits for each copy and so takes the least memory; TRL's `activation_offloading=True` copies beside the computation. Both need a GPU, so here our own stand in for the copies and the loss.
 
 # %%
-from recipes_lib.architecture.rope import apply_rope_scaling, check_length
 from recipes_lib.memory.activation_offload import offload_activations
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
@@ -255,7 +256,7 @@ def text_of(tokens, start=0):
 
 
 # %% [markdown]
-# Real steps on real text, all in bf16: the plain one, all switches, the five lines, and the five lines on a long text. The first step of AdamW makes its averages, so a short step comes before. The learning rate is 0, so each turn repeats the same step: its work and its bytes are those of any step. And the model knows 8,192 positions. For more, YaRN (recipe 8) is on, so the last loss cannot be compared.
+# Real steps on real text, all in bf16: the plain one, all switches, the five lines, and the five lines on a long text. The first step of AdamW makes its averages, so a short step comes before. The learning rate is 0, so each turn repeats the same step: its work and its bytes are those of any step.
 
 # %%
 real = {}
@@ -268,10 +269,6 @@ steps = [(way, sizes.short, sizes.rounds) for way in ways_of_today]
 for which, tokens, turns in [*steps, ("five lines", sizes.long, 1)]:
     # Yours: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     model = load_model(sizes.trained).train()
-    positions = model.config.max_position_embeddings
-    if tokens > positions:
-        apply_rope_scaling(model, kind="yarn", factor=tokens / positions)
-    check_length(model, tokens)
     step, optimizer = prepare(ways_of_today[which], model, lr=0.0)
     step(text_of(16))
     seconds, losses = [], []
@@ -292,6 +289,35 @@ del model, step, optimizer, memory  # what is alive would be counted below
 
 # %% [markdown]
 # At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and cost time: use them when memory runs out, and not before. The losses differ by the rounding of bf16.
+#
+# **Where do the bytes go?** `predict` takes the step of 8,192 tokens on tensors that have a shape and no data, and keeps account of every byte:
+
+# %%
+from recipes_lib.core.predict import predict
+from recipes_lib.report.charts.memory_timeline import timeline_chart
+
+
+def without_data(way):
+    """What `predict` builds and takes: a model, its optimizer and a step."""
+
+    def build():
+        model = model_of_shape(sizes.shape, layers=sizes.layers)
+        step, optimizer = prepare(way, model, lr=2e-5)
+        return model, optimizer, lambda model, optimizer: step(text_of(sizes.grows))
+
+    return build
+
+
+plain_bytes = predict(without_data(plain_way)).timeline
+few_bytes = predict(without_data(five_lines)).timeline
+timeline_chart(
+    {"plain": plain_bytes, "the five lines": few_bytes},
+    title=f"One step on {sizes.grows:,} tokens: what forward keeps, and the logits, are gone",
+    source="predicted, on tensors without data",
+)
+
+# %% [markdown]
+# The orange hill is what forward keeps for backward, 8.7 GiB. The green one are tables of logits: one number for each token and word of the vocabulary. With the five lines both are gone. What is left grows slowly: the weights, their gradients and AdamW's averages, 2 GiB, have the same size for any text.
 #
 # **Do they learn the same?** A model of ten such blocks learns from fresh weights, each step on another text of 512 tokens. A third run says what *the same* means: plain steps in fp32, which differ by rounding alone.
 
@@ -522,7 +548,7 @@ print(f"longest text: {longest_by(eager_terms):,} tokens")
 # - *off by*: the prediction against the place where a straight line between these two meets the limit.
 # - *gradients off by*: from a real forward and backward on 512 tokens. It is the length of their difference from those of the first row, over the length of those.
 #
-# A step of the longest texts takes more than an hour here. So on a CPU the search takes **dry steps**: the loop above on PyTorch's fake tensors, which have shapes and no data. Bytes are counted, and nothing is computed. The equation and a dry step know nothing of each other. Where both agree, no term is forgotten. And the real step of 10,240 tokens checks the dry one.
+# A step of the longest texts takes more than an hour here. So on a CPU the search takes **dry steps**: the loop above on PyTorch's fake tensors, which have shapes and no data. Bytes are counted, and nothing is computed. The equation and a dry step know nothing of each other. Where both agree, no term is forgotten. And the real step of 4,096 tokens checks the dry one.
 
 # %%
 from recipes_lib.workflows.longest_sequence import search
@@ -961,8 +987,8 @@ for which, (layers_of, width), tokens, memory, clock in measured_by_others:
 # %%
 start = ladder["+ tiled MLP"].tokens
 plain_gradient = climb("SDPA, bf16", plain_way, start=ladder.rows[0].tokens)
-climb("all switches", all_switches, start=start)
-climb("the five lines", five_lines, start=start, also=(sizes.long,))
+climb("all switches", all_switches, start=2 * start)
+climb("the five lines", five_lines, start=3 * start, also=(sizes.long,))
 longest = ladder["the five lines"].tokens
 switches = ladder["all switches"].tokens
 print(f"{longest / switches:.1f}× the length of all switches,", end=" ")
@@ -986,7 +1012,7 @@ if not on_gpu:  # there the search has taken real steps
     print(f"the dry one is off by {abs(dry_bytes / step['bytes'] - 1):.2%}")
 
 # %% [markdown]
-# At equal precision the tiles make the text 1.7 times as long. The 4e-02 of the rows is bf16 itself, because the plain step has it, too. From that step all switches are 1e-02 away. The five lines in tiles of 256 tokens are 4e-02 away, as far as fp32 is: each tile adds its part of the weights' gradients, rounded. So take large tiles; the default is 1,024 tokens or more. None of the longest steps was computed.
+# At equal precision the tiles make the text 1.7 times as long. The 4e-02 of the rows is bf16 itself, because the plain step has it, too. From that step all switches are 1e-02 away, and so are the five lines, even in tiles of 256 tokens. Each tile adds its part of the weights' gradients, rounded: on an Intel Xeon such small tiles were 4e-02 away. So take large ones; the default is 1,024 tokens or more. None of the longest steps was computed.
 #
 # ## What it costs
 #
@@ -1169,7 +1195,7 @@ for which, adapt in reads_less.items():
 # **The idea.** Turn the pairs more slowly. *linear*: all of them. *yarn*: slow the pairs that made less than one full turn in the training, leave those alone that made more than 32, and slow those between by a part. The code is plain RoPE, and scaling changes its `frequencies`. Here are those of YaRN as a share of the plain ones:
 
 # %%
-from recipes_lib.architecture.rope import rotate
+from recipes_lib.architecture.rope import apply_rope_scaling, check_length, rotate
 
 show(rotate)
 model = load_model(sizes.trained)

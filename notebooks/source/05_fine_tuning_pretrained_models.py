@@ -236,7 +236,13 @@ print(f"right: {targets:.0%} of the tokens carry loss")
 # trainer.save_model()
 # ```
 #
-# A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. Section 5 shows why the rate is 3e-4. The same calls run below, with a larger rate and fewer steps.
+# A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. Section 5 shows why the rate is 3e-4.
+#
+# - *All weights*: leave `peft_config` out, write `"float32"` for `"bfloat16"` and `bf16=True`, and take 1e-4.
+# - *QLoRA*: hand it the model that section 3 loads, in place of `BASE`. TRL then gives the adapters 16 bits, which lose small updates: turn them back, as the [last cell of notebook 01](../notebooks/01_large_models_limited_hardware.ipynb#Take-this-home) does.
+# - *Ask it* with `ask`, two cells below.
+#
+# The same calls run here, with a larger rate and fewer steps.
 
 # %%
 from peft import LoraConfig
