@@ -22,7 +22,6 @@ from recipes_lib.parallel.tensor_parallel import (
     predicted_sent_bytes,
 )
 from recipes_lib.parallel.tensor_parallel.loss import cut_causal_lm_loss
-from recipes_lib.parallel.tensor_parallel.simulated import simulated_mlp
 from tests.core.refusal import refusal
 from tests.parallel.parity import (
     MAX_NORM,
@@ -43,19 +42,6 @@ from tests.small_models import as_if_trained
 # Those with something that Llama, which the other tests train, does not have.
 FAMILIES = ["tiny-qwen3", "tiny-gemma2"]
 ODD = {"vocab_size": 257, "tie_word_embeddings": True}  # as GPT-2's 50,257, which is odd
-
-
-# --- the idea, without ranks ----------------------------------------------------------------------
-
-
-def test_four_ranks_in_one_process():
-    """Exact: the numbers are whole. And no group is left behind, which would refuse the next."""
-    shown = simulated_mlp(ranks=4)
-    assert shown.output_error == shown.gradient_error == 0
-    assert torch.equal(sum(rank["part"] for rank in shown.ranks), shown.output)
-    assert [rank["up"].shape for rank in shown.ranks] == [(2, 3)] * 4
-    assert str(shown).count("\nrank ") == 4
-    assert not dist.is_initialized()
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ Source     Shoeybi et al., "Megatron-LM" (arXiv 1909.08053); Korthikanti et al.,
 Shapes: T tokens, D hidden, F feed-forward, V vocabulary, N ranks.
 
 loss  the loss of logits that are cut by the vocabulary
-simulated  four ranks in one process, with every part to print
 styles  a table of tokens that is cut, and norms that are whole
 """
 
