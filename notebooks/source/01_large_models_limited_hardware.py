@@ -16,24 +16,24 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **A training step of QLoRA, 401 MiB → 252 MiB: -37% memory of tensors, in 0.56× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
+# > **A training step of QLoRA on SmolLM2-135M, as peft prepares it and with everything combined, 401 MiB → 252 MiB: -37% memory of tensors, in 0.56× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
 # >
 # > | what trains | recipes | peak, MiB | memory | time |
 # > |---|---|--:|--:|--:|
-# > | all weights, the fastest | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.53× |
+# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.53× |
 # > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.97× (0.96–0.98) |
 # > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.55× |
-# > | adapters, four bits, as many do today | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 1.05× (1.04–1.10) |
-# > | adapters, the smallest | that, with the embedding in 16 bits, and compiled blocks | 252 | -93% | 0.59× (0.59–0.62) |
+# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 1.05× (1.04–1.10) |
+# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.59× (0.59–0.62) |
 # >
 # > Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model in many ways, predicts the memory of each way, measures it, and checks that it is the same training: gradients, weights or loss are compared.
+# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model, SmolLM2-135M, in many ways, predicts the memory of each way, measures it, and compares gradients, weights or losses with those of the plain step: most recipes leave the training as it is, and the prints say which do not.
 #
-# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: twelve to run on two CPU cores, about forty-five to read. A GPU gets larger sizes, and no GPU has run them yet.
+# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: twelve to sixteen to run on two CPU cores, about forty-five to read. A GPU gets larger sizes, and no GPU has run them yet.
 #
 # **In a hurry?** See [what fits your card](#What-fits-your-card), [which recipe when](#Which-recipe-when), and [lines to copy](#Take-this-home).
 #
@@ -241,7 +241,7 @@ del model, optimizer
 print(f"predicted: {mib(dry_peak)}")
 
 # %% [markdown]
-# Each recipe is one more word in `build(…)`, and adds a row to a table, the *ladder*. `ladder.climb` predicts a step as the cell above does. Then it takes the step twice: to make the states, and to count every byte.
+# Each recipe is one more word in `build(…)`, and adds a row to a table, the *ladder*. `ladder.climb` predicts a step as the cell above does. Then it takes the step twice: to make the states, and to count every byte. The printed loss is that of the second step, after one update.
 #
 # **Guess first.** As a curve, the two moments are two *towers*. What does the curve look like between them?
 
@@ -281,7 +281,7 @@ timeline_chart(
 )
 
 # %% [markdown]
-# **The answer.** It falls until the embedding copies make the second tower: backward frees more activations than it makes gradients. (The curve counts the logarithms of the probabilities as activations. *Other* are their gradients, those of the logits, and embedding copies.)
+# **The answer.** Apart from two short bumps around the loss it falls until the embedding copies make the second tower: backward frees more activations than it makes gradients. (The curve counts the logarithms of the probabilities as activations. *Other* are their gradients, those of the logits, and embedding copies.)
 #
 # **Part A** attacks the first tower, which grows with the tokens. In the prints it is called *backward begins* or *forward ends*. **Part B** attacks the second one, and the ground of both: weights and states.
 #
@@ -370,9 +370,9 @@ accumulated = build(step=accumulated_step)
 ladder.climb("gradient accumulation", accumulated, group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** No, by 29 %. Weights and states stay, 1,539 MiB, and all gradients wait while the next forward runs, 513.
+# **The answer.** No, by 29 %. *Activations* and *other* do fall to a quarter, 2,125 → 532 MiB. Weights and states stay, 1,539 MiB, and all gradients wait while the next forward runs, 513.
 #
-# **In your code.** The Trainer divides right since transformers 4.46. A loop of your own passes `num_items_in_batch`.
+# **In your code.** The 40 % above are of four short texts with answers of very unequal lengths; where all micro-batches have as many answer tokens, the popular loop is right. The Trainer divides right since transformers 4.46. A loop of your own passes `num_items_in_batch`.
 #
 # ### 2. Activation checkpointing
 #
@@ -416,7 +416,7 @@ print("by hand and by both libraries: the same gradients, to the last bit")
 ladder.climb("activation checkpointing", build(checkpointing), group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** About a twentieth, 84 of 1,476 MiB: of the printed 300, 216 are logarithms of the logits. The peak falls by 38 %, and most of what is left of the tower are the logits.
+# **The answer.** About 6 %, 84 of 1,476 MiB: of the printed 300, 216 are logarithms of the logits. The peak falls by 38 %, and most of what is left of the tower are the logits.
 #
 # **The logits, too.** Those of a few hundred tokens give their part of the loss and of the gradients, and are freed. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand. PyTorch has it as `F.linear_cross_entropy`; ours is one call for a whole model.
 #
@@ -471,7 +471,7 @@ offloaded = build(step=offloaded_step)
 ladder.climb("activation offloading", offloaded, group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** By 2 MiB, and now the second tower is the peak. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits.
+# **The answer.** Yes, by 2 MiB, and now the second tower is the peak. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits.
 #
 # **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`.
 #
@@ -560,7 +560,7 @@ ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits)
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: here, after recipe 7, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**. The baseline takes part each time, and a row is compared with its turns there.
+# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: here, after recipe 7, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**. The baseline takes part each time, and a row is compared with its turns there. In brackets stands the range: of the seconds, and of the ratios turn by turn.
 
 # %%
 from recipes_lib.report.ladder import RATIO, TIME, cell
@@ -739,7 +739,7 @@ on_16_bits = build(to_16_bits, lora, recipe_2, step=step_in_16_bits)
 ladder.climb("LoRA", on_16_bits, **on_lean)
 
 # %% [markdown]
-# **The answer.** Next to nothing: states are 37 MiB in place of 1,026. The peak is the end of forward, 402 MiB, and 275 of it are the weights with the adapters. (Printed losses come after one update, which moves an adapter by less than a whole model.)
+# **The answer.** The weights, 275 MiB with the adapters, and of states and gradients next to nothing: states are 37 MiB in place of 1,026. The peak is the end of forward, 402 MiB. (Printed losses come after one update, which moves an adapter by less than a whole model.)
 #
 # **In your code.** Make a new `LoraConfig` for each model: peft writes the layers that it has found into it.
 #
@@ -773,7 +773,7 @@ print(f"{close:.1%} of the weights equal those of bitsandbytes")
 print(f"the rounding changes the weights of this layer by {change:.0%}")
 
 # %% [markdown]
-# With the libraries, on the small model in a folder, where any name of the hub can stand. The row takes `apply_qlora`, which packs a model that is in memory already. The rest of it has 32 bits, as peft's function would make them.
+# First with the libraries: the small model is saved in a folder, and the name of any model of the hub can stand in its place. Then the row: `apply_qlora` packs a model that is in memory already, and leaves the rest in 32 bits, as peft's `prepare_model_for_kbit_training` does.
 
 # %%
 from peft import prepare_model_for_kbit_training
@@ -823,16 +823,18 @@ streamed = build(qlora, apply_chunked_cross_entropy, streaming, step=step_in_16_
 ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"})
 
 # %% [markdown]
-# **The answer.** By nearly all, 51 MiB. What stays of the weights is the embedding and the adapters: at the peak, in the loss, hardly any block is needed. (Inputs of these checkpoints count as *other*.)
+# **The answer.** By nearly all: 401 → 350 MiB. What stays of the weights is the embedding and the adapters: at the peak, in the loss, hardly any block is needed. (Inputs of these checkpoints count as *other*.)
 #
 # **In your code.** We know of no switch for a frozen base in four bits; for weights in 16 bits there is DeepSpeed's ZeRO-3 with `offload_param`. Take many tokens per step: each weight travels from the host to the card twice.
 #
 # ## Everything combined
 #
-# - **All weights, the least time**: 16 bits, compiled blocks, a loss in chunks. No block runs forward twice.
+# - **All weights, little time**: 16 bits, compiled blocks, a loss in chunks. No block runs forward twice.
 # - **All weights, the least memory**: the same with checkpoints, and 8-bit AdamW in backward.
 # - **Adapters on 16 bits**: LoRA with checkpoints, compiled blocks, a loss in chunks.
 # - **The least memory**: *everything combined* is the same with four bits in the blocks. Embedding and norms stay in 16 bits.
+#
+# In the chart below read ×, not seconds: the machine was slower in later turns, and each × is against the baseline of the same turns.
 #
 # **Guess first.** Which term is the largest one left in the last combination?
 
@@ -861,7 +863,7 @@ ladder.chart()
 #
 # ## Does it still learn?
 #
-# The rows to choose from train for five steps on the same batches, adapters at ten times the learning rate. What counts is the loss on functions from modules that are not in the training texts. (Blocks are not compiled here.)
+# The rows to choose from train for five steps on the same batches, adapters at ten times the learning rate. What counts is the loss on functions from modules that are not in the training texts. Blocks are not compiled here, so for the rows with *compiled* in their name this tests the recipe and not the compiler.
 
 # %%
 from recipes_lib.core.data.losses_and_answers import evaluate
@@ -907,11 +909,13 @@ for name in ("QLoRA", "LoRA, compiled"):
     print(f"everything combined beside {name}: {change:+.0%} memory, {ratio:.2f}× time")
 
 # %% [markdown]
-# With room for 2,579 MiB take *16 bits, compiled, chunked loss*: it trains all weights, and is the fastest. With 1,091 take *8-bit AdamW in backward, compiled*. With 402 take *LoRA, compiled*, and with 252 *everything combined*.
+# With room for 2,579 MiB take *16 bits, compiled, chunked loss*: it trains all weights in half the time. With 1,091 take *8-bit AdamW in backward, compiled*. With 402 take *LoRA, compiled*, and with 252 *everything combined*.
 #
 # **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: the last two rows differ by the four bits alone, which save 37 % for 7 % more time. Their other price is the loss: before training 4.00 in place of 3.58, after it 2.97 against 2.83. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 16 GiB for eight.
 #
-# Two numbers surprise. LoRA without the compiler takes longer than all weights with the same recipes, 0.84× beside 0.69×; why is open. And after the same first update the compiled row of LoRA prints a lower loss than the other one, 3.56 beside 3.82. The compiler joins additions and rounds to 16 bits once, so a tiny update counts that plain bf16 rounds away, and more than it should: probably it decides ties. With `torch._inductor.config.emulate_precision_casts = True` both agree (tried outside of this page). Compare losses of compiled adapters with those of compiled ones.
+# Two numbers surprise. LoRA without the compiler takes longer than all weights with the same recipes, 0.84× beside 0.69× (0.70× beside 0.66× on the EPYC); why is open. And after the same first update the compiled row of LoRA prints a lower loss than the other one, 3.56 beside 3.82. The compiler joins additions and rounds to 16 bits once, so a tiny update can count that plain bf16 rounds away. With `torch._inductor.config.emulate_precision_casts = True` both agree (tried outside of this page). So compare the loss of a compiled run only with that of another one.
+#
+# **Bytes are the same everywhere, times are not.** On an AMD EPYC ([recorded](../benchmarks/results)) this page has the same bytes, and adapters gain less from the compiler: *LoRA, compiled* takes 0.68× there, *everything combined* 0.73×, and *QLoRA* 0.74×. All weights are as here: 0.51× and 0.96×. So look at your own.
 #
 # Each loss is of one run of five steps with four texts, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming do not carry over to a GPU: here the disk is in free memory.
 #
@@ -970,7 +974,7 @@ for shape in ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"):
         )
 
 # %% [markdown]
-# *Full* keeps the states of the embedding in 32 bits, as the Trainer does. The table is not for a T4, which has no bf16.
+# *Full* keeps the states of the embedding in 32 bits, as the Trainer does. The other ways have embedding and output layer in 16 bits; in 32, as `prepare_model_for_kbit_training` leaves them, 8B needs 2 GiB more. The table is not for a T4, which has no bf16.
 #
 # **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #
@@ -1038,7 +1042,7 @@ print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 #
 # ## Take this home
 #
-# QLoRA by the libraries alone, with the embedding in 16 bits. Write your model's name in place of `resolve(…)`, and give rows with `prompt` and `completion`: with `messages` TRL trains on the prompt, too. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
+# QLoRA by the libraries alone, with the embedding in 16 bits. Write your model's name in place of `resolve(…)`, and give rows with `prompt` and `completion`: with `messages` TRL trains on the prompt, too, unless `assistant_only_loss=True`. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. To paste the lines elsewhere take `four_bits` from recipe 10 and `adapters()` from recipe 9. The peak is above that of *everything combined*: loop, loss and batch are TRL's, and blocks are not compiled. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
 
 # %%
 from trl import SFTConfig, SFTTrainer

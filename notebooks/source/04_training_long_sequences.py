@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **1,589 → 92,346 tokens with five lines of code:** the longest text on which every weight of smollm2-135m trains within 4 GiB of tensors, in bf16. That is **1.7 times as long** as with all that transformers and TRL have switches for. (Axolotl and Unsloth have tiles, too; they were not run here.)
+# > **1,589 → 92,346 tokens with five lines of code:** the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). That is **1.7 times as long** as with all that transformers and TRL have switches for; our own loss and copies stand in for theirs here. (Axolotl and Unsloth have tiles, too; they were not run.)
 # >
 # > | in bf16 | longest text | a real step of 2,048 tokens |
 # > |---|--:|--:|
@@ -24,17 +24,19 @@
 # > | all switches of transformers and TRL | 54,182 | 1.17× |
 # > | **the five lines** | **92,346** | 1.19× |
 # >
-# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0009; plain steps in fp32 differ by 0.0014. A real step of 4,096 tokens takes 2,170 MiB (2,170 were counted in a *dry step*, on tensors without data) and 0.7 minutes. In fp32, arithmetic predicts the length after each recipe, off by 1.7% at most; these three rows have no prediction.
+# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0009; plain steps in fp32 differ by 0.0014. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest that ran. A step of 92,346 would take 3.6 hours on this machine. In fp32, arithmetic predicts the length after each recipe, off by 1.7% at most.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# **The five lines**, for any causal language model of transformers. They are the three calls and the two `with`. Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion; for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
+# **The five lines**, for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. They are the three calls and the two `with`. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.) Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion; for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
 #
 # ```python
 # from recipes_lib.memory.activation_offload import offload_activations
 # from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
+#
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda().train()
 #
 # apply_chunked_cross_entropy(model)                        # no table of logits
 # apply_tiled_mlp(model, norms=True)                        # an MLP sees some tokens at a time
@@ -45,7 +47,7 @@
 #     loss.backward()
 # ```
 #
-# On a T4, which has no bf16, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. And call `apply_flash_attention(model)` of `recipes_lib.attention.flash` first: the fast kernels there refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are.
+# Without `.train()` neither chunks nor checkpoints act. On a T4, which has no bf16, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. And call `apply_flash_attention(model)` of `recipes_lib.attention.flash` first: the fast kernels there refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are.
 #
 # | | |
 # |---|---|
@@ -57,7 +59,7 @@
 #
 # ## Setup
 #
-# Where the package is missing, as on Colab, this cell fetches it. `your-username` stands for the account that holds your copy, here and in the badge. After `make run` or `make lab` the cell does nothing.
+# Where the package is missing, as on Colab, this cell fetches it. `your-username` stands for the account that holds your copy, here and in the badge. After `make run` or `make lab` the cell does nothing. [Installation](../docs/install.md) says how a project of your own gets the package.
 
 # %%
 import importlib.util
@@ -288,7 +290,7 @@ for which in ("all switches", "five lines"):
 del model, step, optimizer, memory  # what is alive would be counted below
 
 # %% [markdown]
-# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and 13.5 against 13.3 seconds is no difference to rely on: use them when memory runs out, and not before. The losses are the same to four digits.
+# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and 13.5 against 13.3 seconds is no difference to rely on: use them when memory runs out, and not before. What goes to disk is probably still in the system's page cache here, so the price of a slow disk is in no number of this page. The losses are the same to four decimals.
 #
 # **Where do the bytes go?** `predict` takes the step of 8,192 tokens on tensors that have a shape and no data, and keeps account of every byte:
 
@@ -317,7 +319,7 @@ timeline_chart(
 )
 
 # %% [markdown]
-# Orange is what forward keeps for backward, 8.7 GiB at the peak. Its steep end, and the green hill, are tables of logits: one number for each token and word of the vocabulary. With the five lines both are gone. What is left hardly grows: the weights, their gradients and AdamW's averages, 2 GiB, have the same size for any text.
+# Orange is what forward keeps for backward, 8.7 GiB at the peak. Its steep end, and the green hill, are tables of logits: one number for each token and word of the vocabulary. With the five lines 0.1 GiB of each is left. The rest has the same size for any text: the weights, their gradients and AdamW's averages, 2 GiB.
 #
 # **Do they learn the same?** A model of ten such blocks learns from fresh weights, each step on another text of 512 tokens. A third run says what *the same* means: plain steps in fp32, which differ by rounding alone.
 
@@ -345,11 +347,11 @@ for which, losses in curves.items():
     print(f"from plain {apart[which]:.4f} at most, over {sizes.steps} steps")
 
 # %% [markdown]
-# All three learn the same. The five lines differ from the plain steps by less than fp32 does. It is one seed and one rate.
+# All three learn the same. The five lines differ from the plain steps by less than fp32 does. It is one seed, one rate and 20 steps on texts of 512 tokens, two tiles each; a long training was not compared.
 #
 # To accumulate, hand the loop several texts. As a program, which can resume: [`python scripts/train_long_sequences.py`](../scripts/train_long_sequences.py).
 #
-# **With TRL** (1.16) all but the tiles is a configuration. Its loss is in chunks by default:
+# **With TRL** (1.16) all but the tiles is a configuration. Its loss is in chunks by default, since 1.7:
 #
 # ```python
 # from trl import SFTConfig, SFTTrainer
@@ -407,7 +409,7 @@ for which, losses in curves.items():
 # apply_optimizer_in_backward(model, optimizer_class=rounded, lr=2e-5)
 # ```
 #
-# None of these steps has run on a card. The lengths come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
+# None of these steps has run on a card. The lengths come from arithmetic. The third length on 24 GB is then checked by the step itself, on tensors without data.
 
 # %%
 from recipes_lib.core.predict import CARDS
@@ -460,10 +462,10 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 # %% [markdown]
 # **Before you use an entry:**
 #
-# - It counts tensors, and leaves 5 % of the card for holes between them. Buffers of a library come on top. Such predictions missed what others measured on cards by up to 40 %, and the third length is the least certain ([below](#Do-such-predictions-hold-on-a-card?)): on a new card begin at half of a length.
+# - It counts tensors, and leaves 5 % of the card for holes between them. That holds with `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment, which this notebook sets, and your program has to. Buffers of a library come on top. Such predictions missed what others measured on cards by up to 40 %, and the third length is the least certain ([below](#Do-such-predictions-hold-on-a-card?)): on a new card begin at half of a length.
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
 # - The host has a limit, too: the last column says what 100,000 tokens with the five lines take there. Yours is the smaller of the two limits.
-# - The time is arithmetic as well: forward and backward at 40 % of the data sheet's rate. The second forward of checkpoints makes it a third longer, and no copy is in it. Time stops you before memory does.
+# - The time is that of the third length on the A100, by arithmetic: forward and backward at 40 % of the data sheet's rate. The second forward of checkpoints makes it a third longer, and no copy is in it. Half of the length takes little more than a quarter of the time. Time stops you before memory does.
 # - These models know 131,072 positions. A longer text is about memory only.
 # - On a T4 *QLoRA* multiplies in fp16, and needs `apply_flash_attention(model)`: without it the scores of grouped heads fill the memory, because no fast kernel there takes them. Its copies of keys and values are not in the entries.
 #
@@ -471,7 +473,8 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 # |---|---|---|
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
-# | the third, and the host has room | the five lines | 1.19 times the plain step, on two CPU cores at 2,048 tokens; Unsloth reports 1.3 for tiles on a GPU |
+# | a little more than the second | the five lines without `offload_activations` | no host memory; Unsloth reports 1.3 times the step for its tiles on a GPU |
+# | the third, and the host has room | the five lines | 1.19 times the plain step, on two CPU cores at 2,048 tokens; on an H100 the offload alone took 2 to 5 % (recipe 6) |
 # | the third, and the host has no room, as on a free Colab | nested checkpoints (recipe 5) in place of the offload; its length is in no entry | nearly two more forwards |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else | some loss within the trained length |
@@ -494,7 +497,7 @@ print(diagnosis.check())
 print("\n".join(diagnosis.lines))
 
 # %% [markdown]
-# *QLoRA* in tiles, without an offload, fits here: 32K lies between the second length of its entry (27K) and the third, and needs no host memory. So try tiles alone before the offload. In code: `model = apply_qlora(model, compute_dtype=torch.bfloat16)`, then the five lines without `offload_activations`, in the loop above. The command that the doctor prints has no tiles.
+# *QLoRA* in tiles, without an offload, fits here: 32K lies between the second length of its entry (27K) and the third, and needs no host memory. So try tiles alone before the offload. In code: `model = apply_qlora(model, compute_dtype=torch.bfloat16)`, then the five lines without `offload_activations`, in the loop above. (The doctor has checked *LoRA* with the step itself, and its command trains *LoRA* without chunks, tiles or offload: it does not fit at this length.)
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
@@ -709,7 +712,7 @@ if hasattr(F, "linear_cross_entropy"):  # PyTorch's own, since 2.13
 # %% [markdown]
 # | you use | set |
 # |---|---|
-# | TRL's `SFTTrainer` | nothing: `loss_type="nll"`, the default, is chunked |
+# | TRL's `SFTTrainer` | nothing: `loss_type="nll"`, the default, is chunked since 1.7; before, set `"chunked_nll"` |
 # | transformers' `Trainer` | `use_liger_kernel=True` on a GPU |
 # | Axolotl | `cut_cross_entropy: true`, or its Liger plugin |
 # | a loop of your own | `apply_chunked_cross_entropy(model)`, or `F.linear_cross_entropy` |
@@ -745,7 +748,7 @@ climb("+ chunked loss", Way(lean), longest_by(lean_terms))
 print(f"to the guess: {ladder['+ chunked loss'].times_previous:.2f}× as long")
 
 # %% [markdown]
-# The activations of all layers are now nearly all that grows, so the gain is small. It becomes large together with the next recipe.
+# The activations of all layers are now nearly all that grows, so the gain is small, 1.33 times. It becomes large together with the next recipe.
 #
 # ### 3. Activation checkpointing
 #
@@ -867,9 +870,9 @@ print(f"  one block            {before.one_block / 2**20:6,.0f} MiB")
 print(f"  one block, tiled     {after.one_block / 2**20:6,.0f} MiB")
 
 # %% [markdown]
-# The inputs are larger, and a tile does not touch them: hence the small gain. Once they are elsewhere, as in recipe 6, the one block is most of what grows. By hand the MLP's forward runs three times: in forward, when the block is computed again, and when its tile is. The row runs it twice, because the checkpoint of the block stops at the MLP's input. The rest of the price are the many small products. *Not when* no block is checkpointed yet.
+# The inputs are larger, and a tile does not touch them: hence the small gain, 1.3 times. Once they are elsewhere, as in recipe 6, the one block is most of what grows. By hand the MLP's forward runs three times: in forward, when the block is computed again, and when its tile is. The row runs it twice, because the checkpoint of the block stops at the MLP's input. The rest of the price is the many small products. *Not when* no block is checkpointed yet.
 #
-# **The line you will write tomorrow**: Axolotl `tiled_mlp: true`, Unsloth `unsloth_tiled_mlp=True` in `from_pretrained` (published: twice the context, 1.3 times the step), DeepSpeed's `TiledMLP`. None of them is installed here, and transformers has none, so the row is ours. In a dry step the tiles between the first and the last two count as one.
+# **The line you will write tomorrow**: Axolotl `tiled_mlp: true`, Unsloth `unsloth_tiled_mlp=True` in `from_pretrained` (published: 1.3 times the step), DeepSpeed's `TiledMLP`. None of them is installed here, and transformers has none, so the row is ours.
 #
 # ### 5. Nested checkpoints
 #
@@ -962,7 +965,7 @@ for row in ("+ nested checkpoints", "+ tiled MLP"):
 print(f"without tiles, by the equation: {longest_by(untiled_away):,} tokens")
 
 # %% [markdown]
-# *+ offloaded inputs* replaces *+ nested checkpoints*: the other answer to the same question, without the additional forward.
+# To the guess: 1.5 times as long as nested checkpoints, and without tiles less than half of that. *+ offloaded inputs* replaces *+ nested checkpoints*: the other answer to the same question, without the additional forward.
 #
 # **The line you will write tomorrow**: `model.activation_checkpointing_enable(offload=True)`, since [transformers 5.17](https://github.com/huggingface/transformers/pull/48444). It needs a GPU, and the computation waits for each copy. TRL's and Axolotl's copy beside it, as ours does with `in_flight=1`; ours also goes to disk. This row waits, which takes the least memory.
 #
@@ -1051,7 +1054,7 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# *Time* is that of the blocks against SDPA, all in fp32, with both single rounds in brackets: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints add nearly two more forwards. These are blocks alone, in fp32, with tiles of 256 tokens; the five lines above were whole steps in bf16, with tiles of 1,024. What goes to disk is probably still in the system's page cache, so the price of a slow disk is not in it.
+# *Time* is that of the blocks against SDPA, all in fp32, with both single rounds in brackets: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints add nearly two more forwards. These are blocks alone, in fp32, with tiles of 256 tokens; the five lines above were whole steps in bf16, with tiles of 1,024.
 
 # %%
 title = f"The five lines: {longest / switches:.1f} times as long as all switches"
@@ -1095,7 +1098,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 # | + tiled MLP | 1,200,000 | 1,677,367 | +40% |
 # <!-- end -->
 #
-# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. From the chunked loss to all of it they measured 4.0 times the length, where the equation says 6.2: take two thirds of a third length. The equation knows the operators of PyTorch. Where it says too little, Liger's kernels are probably the cause; where too much, what DeepSpeed and FlashAttention 3 keep for themselves. We could not look. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports for 8B *QLoRA* 78,475 tokens on 24 GB and 342,733 on 80, without tiles: between the second length of our entries and the third. With tiles it reports [500K and more in place of 290K](https://docs.unsloth.ai/new/500k-context-length-fine-tuning) for gpt-oss-20b on an H100, 1.7 times as long, as tiles are here.
+# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. From the chunked loss to all of it they measured 4.0 times the length, where the equation says 6.2: they reached 0.7 of the predicted third length. The equation knows the operators of PyTorch. Where it says too little, Liger's kernels may be the cause; where too much, what DeepSpeed and FlashAttention 3 keep for themselves. We could not look. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports for 8B *QLoRA* 78,475 tokens on 24 GB and 342,733 on 80, without tiles: between the second length of our entries and the third. With tiles it reports [500K and more in place of 290K](https://docs.unsloth.ai/new/500k-context-length-fine-tuning) for gpt-oss-20b on an H100, 1.7 times as long, as tiles are here.
 #
 # ## Part B: another model, for less time or longer texts
 #
@@ -1165,7 +1168,7 @@ for way, fewer in fewer_pairs.items():
     print(f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer scores")
 
 # %% [markdown]
-# To the guess: a window of a sixteenth leaves about an eighth of the pairs, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. The clock does not tell these eight from the 7.3 that it measured. (*Fewer scores* counts whole blocks.) *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
+# To the guess: about an eighth of the pairs is left, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. In whole blocks 6.6 times fewer scores are left, and the clock says 7.3, in its two rounds 5.7 and 7.7. *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
 #
 # The model was trained to read more. What does it cost to read less?
 
@@ -1244,7 +1247,7 @@ print(
 figure
 
 # %% [markdown]
-# To the guess: later. *Linear* changes every angle, and costs much over most of the text. Training repairs it, published *within 1,000 steps* ([Chen et al., 2023](https://arxiv.org/abs/2306.15595)); nothing is trained here. The curves have factor 2, enough for 16,384 tokens, and end at 12,288. Yours is your length over the trained one. *yarn* costs a little in the trained part, so *not when* your texts are no longer than that. Llama 3.1 and 3.2 are scaled already (`rope_type` is `llama3`), and `apply_rope_scaling` refuses them.
+# To the guess: later, from about 10,000 tokens on. (*dynamic*, printed and not drawn, ends where *yarn* does.) *Linear* changes every angle, and costs much over most of the text. Training repairs it, published *within 1,000 steps* ([Chen et al., 2023](https://arxiv.org/abs/2306.15595)); nothing is trained here. The curves have factor 2, enough for 16,384 tokens, and end at 12,288. Yours is your length over the trained one. *yarn* costs a little in the trained part, so *not when* your texts are no longer than that. Llama 3.1 and 3.2 are scaled already (`rope_type` is `llama3`), and `apply_rope_scaling` refuses them.
 #
 # **The line you will write tomorrow** is `rope_parameters` in config.json, which transformers and vLLM read. `apply_rope_scaling(model, kind="yarn", factor=2)` writes it and checks it.
 #
@@ -1261,7 +1264,7 @@ for stack in ((), ("loss in chunks",), CHECKPOINTS, CHECKPOINTS_AND_CHUNKS):
     print(f"{' and '.join(stack) or 'plain'}: {tokens:,} tokens")
 
 # %% [markdown]
-# Checkpointing, and the large factor belongs to the pair.
+# Checkpointing, by little: 9,982 tokens against 8,254. Together 74,141, because each alone is stopped by what the other removes.
 #
 # ## References
 #

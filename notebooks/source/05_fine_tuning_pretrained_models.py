@@ -29,7 +29,7 @@
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA may look worse than yours.
+# A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA may look worse or better than on weights that were not.
 #
 # **In a hurry?** [A script](#A-script-to-copy) trains a model. [The run](#5.-The-run:-does-the-model-learn-the-task?) shows what each way learned and forgot. [Settings](#Which-settings-matter?) and [cards](#Which-card?) are two tables.
 #
@@ -109,7 +109,7 @@ sizes
 # %% [markdown]
 # ## The task, and one row of it
 #
-# A program makes the task, so an answer is right or wrong, to the letter. In one half of the sentences the digits of the time are *copied*: 8:45 am is 08:45. In the other half the hour is *changed*: 8:45 pm is 20:45, and 12:05 am is 00:05. A rule that copies is right in half of them. A model that gets no more has learned the form, and not the clock.
+# A program makes the task, so an answer is right or wrong, to the letter. In one half of the sentences the digits of the time are *copied*: 8:45 am is 08:45. In the other half the hour is *changed*: 8:45 pm is 20:45, and 12:05 am is 00:05. A rule that copies the time, and gets day and task for nothing, is right in half of them. A model that gets no more has learned the form, and not the clock.
 #
 # *Held-out* sentences judge a model, and it never trains on them. Their times, and the things to do in them, are in no training sentence. So no answer can be remembered. The forms of the sentences are the same in both parts.
 
@@ -236,11 +236,11 @@ print(f"right: {targets:.0%} of the tokens carry loss")
 # trainer.save_model()
 # ```
 #
-# A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. Section 5 shows why the rate is 3e-4.
+# A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. Section 5 shows what a larger rate than 3e-4 forgets.
 #
 # - *All weights*: leave `peft_config` out, write `"float32"` for `"bfloat16"` and `bf16=True`, and take 1e-4.
-# - *QLoRA*: hand it the model that section 3 loads, in place of `BASE`. TRL then gives the adapters 16 bits, which lose small updates: turn them back, as the [last cell of notebook 01](../notebooks/01_large_models_limited_hardware.ipynb#Take-this-home) does.
-# - *Ask it* with `ask`, two cells below.
+# - *QLoRA*: hand it the model that section 3 loads, in place of `BASE`. TRL then gives the adapters 16 bits, which lose small updates: turn them back before `train()`, as [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb#Take-this-home) does.
+# - *Ask it* with `ask(trainer.model, "…")`, three cells below; before it, `tokenizer = trainer.processing_class`.
 #
 # The same calls run here, with a larger rate and fewer steps.
 
@@ -581,7 +581,7 @@ climb("full fine-tuning", base)
 climb("LoRA", with_lora)
 
 # %% [markdown]
-# Each row says when its peak is, and what is there at that moment. *Other* is none of the four: with all weights a second gradient of the embedding, which is the output layer, too; with LoRA two tables of logits. The equation takes the larger of two terms; with *other* it closes. Full fine-tuning: 1,539 that stay + 513 of gradients + 108 of the embedding = 2,160 MiB, and 2,161 are counted. LoRA: 312 that stay + 160 of activations + 59 of logits = 531 MiB, as counted.
+# Each row says when its peak is, and what is there at that moment. *Other* is none of the four: with all weights a second gradient of the embedding, which is the output layer, too; with LoRA two tables of logits. The equation leaves out *other*; with it, it closes. Full fine-tuning: 1,539 that stay + 513 of gradients + 108 of the embedding = 2,160 MiB, and 2,161 are counted. LoRA: 312 that stay + 160 of activations + 59 of logits = 531 MiB, as counted.
 #
 # ## 3. QLoRA: the frozen weights in four bits
 #
@@ -618,13 +618,13 @@ del theirs, ours
 climb("QLoRA", with_qlora)
 
 # %% [markdown]
-# 163 that stay + 160 + 59 = 382 MiB, and 381 are counted. Before training, the loss on this batch is 0.286 nats above that of full fine-tuning. For LoRA on the 16-bit base it is not above it. So that is the price of four bits. Take them only where the 16-bit weights do not fit.
+# 163 that stay + 160 + 59 = 382 MiB, and 381 are counted. Before training, the loss on this batch is 0.286 nats above that of full fine-tuning. For LoRA on the 16-bit base it is not above it. So that is the price of four bits here, where it is a second rounding, on three rows. Take them only where the 16-bit weights do not fit.
 #
 # `prepare_model_for_kbit_training` is not called: it turns checkpointing on, and makes the embedding fp32, which doubles its bytes. `apply_qlora` also closes a trap of bitsandbytes on CPUs ([TRAPS.md](../TRAPS.md)).
 #
 # ## 4. Logits of the answers only
 #
-# Now the logits are large, and most of them belong to tokens without a label. So ask for logits only at the places where some row of the batch has a label.
+# Two tables of logits are 59 of the 381 MiB now, and about half of them belong to tokens without a label. So ask for logits only at the places where some row of the batch has a label.
 
 # %%
 from torch.nn.functional import cross_entropy
@@ -662,11 +662,11 @@ ladder
 ladder.chart()
 
 # %% [markdown]
-# LoRA takes 0.81 of the time, and not 4/6: adapters take time of their own. QLoRA also unpacks all weights in each step. *Everything combined* takes the least memory, and a little less time than QLoRA.
+# LoRA takes 0.81 of the time in its faster turn and 0.98 in the other, and not 4/6: adapters take time of their own, and two turns say no more. QLoRA also unpacks all weights in each step. *Everything combined* takes the least memory, and a little less time than QLoRA.
 #
 # ## 5. The run: does the model learn the task?
 #
-# All ways take the same 315 pairs in the same order, with the loss of section 4. Full fine-tuning runs at 1e-4. *LoRA Without Regret* (Thinking Machines, 2025) found in many long runs that adapters want about ten times that rate. LoRA and QLoRA run at 3e-4 here, where they learn more slowly, so they see each pair twice. An examination judges the model that will be served: its adapters are added to the weights first. **Guess first:** which ends best, and which forgets least?
+# All ways take the same 315 pairs in the same order, with the loss of section 4. Full fine-tuning runs at 1e-4. *LoRA Without Regret* (Thinking Machines, 2025) found that adapters want about ten times that rate. Here 1e-3 forgot far too much (below), so LoRA and QLoRA run at 3e-4. They learn more slowly there, and see each pair twice. An examination judges the model that will be served: its adapters are added to the weights first. **Guess first:** which ends best, and which forgets least?
 
 # %%
 from recipes_lib.fine_tuning.qlora import merge_qlora
@@ -765,17 +765,17 @@ for one, other in pairs_of_ways:
     print(f"    source code {compare(after[one].other, after[other].other)}")
 
 # %% [markdown]
-# **What was learned.** The rule that copies gets none of the changed hours, so look at those. Full fine-tuning gets 29 of 32 from one pass through the pairs. From two passes LoRA gets 25, and QLoRA 12. The picture shows two stages. The loss falls to about 0.1, which is the form. It stays there for a while, and falls again where the hours are learned. A run that ends before that has a small loss and no clock: judge by the score.
+# **What was learned.** The rule that copies gets none of the changed hours, so look at those. Full fine-tuning gets 29 of 32 from one pass through the pairs. From two passes LoRA gets 25, and QLoRA 12. (Of the 32 that the rule gets, they miss 6, 4 and 8.) The picture shows two stages. The loss falls to about 0.1: the ten steps of the script had the form there, and not the hour. It stays for a while, and falls again where, by the score at the end, the hours are learned. A run that ends before that has a small loss and no clock: judge by the score.
 #
-# **What was forgotten.** All three predict source code less well than before: full fine-tuning × 1.34, LoRA × 1.44, QLoRA × 1.85, of which the rounding alone is × 1.26. So a frozen base alone protects nothing: the adapters act on all text. Look at text that the model must keep.
+# **What was forgotten.** All three predict source code less well than before: full fine-tuning × 1.34, LoRA × 1.44, QLoRA × 1.85, of which the rounding alone is × 1.26. So a frozen base alone does not protect it: the adapters act on all text. Look at text that the model must keep.
 #
-# **LoRA or all weights?** LoRA has 53 right and full fine-tuning 55: no difference that 64 sentences could show. Full fine-tuning forgets a little less. Biderman et al. found another order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. Each way ran at one rate here, so this says nothing of each at its best. What LoRA saves is memory, 75 % of the peak. What it costs is steps: 210 for 105, each in 0.81 of the time, 1.62 times as long in all.
+# **LoRA or all weights?** LoRA has 53 right and full fine-tuning 55: no difference that 64 sentences could show. But LoRA has never more in the runs below, after twice the steps, and full fine-tuning forgets a little less. Biderman et al. found another order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. Each way ran at one rate here, so this says nothing of each at its best. What LoRA saves is memory, 75 % of the peak. What it costs is steps: 210 for 105, each in 0.81 to 0.98 of the time: 1.6 to 2 times as long in all.
 #
-# **QLoRA** has 36 right after the same steps as LoRA, 27 points less. More pairs and more passes are the first thing to try.
+# **QLoRA** has 36 right after the same steps as LoRA, 27 points less, and 64 sentences do not tell that from the rule's 32. More pairs and more passes are the first thing to try.
 #
-# **How far to trust it.** Each way ran once. The intervals say what other sentences would show, and not what another run would: on another processor, an Intel Xeon, the same pairs in the same order ended at 64, 52 and 36. Rounding alone moves the first number by nine, because these runs end where the hours are just being learned. 32 pieces of source code stand for no conversation and no long text.
+# **How far to trust it.** Each way ran once. The intervals say what other sentences would show, and not what another run would: on another processor, an Intel Xeon, the same pairs in the same order ended at 64, 52 and 36. The 64 lies outside the interval of the 55: rounding alone moves full fine-tuning by nine, because its run ends where the hours are just being learned. 32 pieces of source code stand for no conversation and no long text.
 #
-# One more run of each has another seed, and 480 pairs, four in a step. LoRA and QLoRA get more answers there. At 1e-3 LoRA learns less, and forgets far more, × 8.95:
+# One more run of each, on the Xeon, has another seed, and 480 pairs, four in a step. Full fine-tuning stays at its 64 there; LoRA gets 62, and QLoRA 57. LoRA at 1e-3, with half the steps of the other one, gets 48, and forgets far more even so:
 #
 # <!-- numbers:fine_tuning_seeds-05 -->
 # | way | rate | steps | right with each seed, of 64 | held-out loss | perplexity of source code, × before |
@@ -813,7 +813,7 @@ print(f"    {more_right(after['QLoRA'].right, moved)}")
 del served, again, loaded, elsewhere
 
 # %% [markdown]
-# The model that was loaded is the one that was judged. QLoRA's adapter beside the 16-bit weights is another model: it learned beside the rounded ones. Here it gets 32 answers for 36, and 8 changed hours for 12. For a verdict on the answers 64 sentences are too few: -20 to +8 points. Examine what you deploy, by its answers.
+# The weights that were loaded are those that were judged. QLoRA's adapter beside the 16-bit weights is another model: it learned beside the rounded ones. Here it gets 32 answers for 36, and 8 changed hours for 12. For a verdict on the answers 64 sentences are too few: -20 to +8 points. Examine what you deploy, by its answers.
 #
 # A wrong time is valid JSON, so no parser catches it. Check such an answer against the sentence: where it says *pm*, the hour is 12 or more; where it says *am*, it is below 12.
 #
@@ -878,7 +878,7 @@ for name, batches_of_work in work.items():
     print(f"{name:<17}{padding_of[name]:4.0%} padding")
 
 # %% [markdown]
-# Without positions the loss looks *better*: a later document reads the earlier ones, as none does in use. With positions, the loss is that of each document alone. Padding falls from 37 % to 11 %, and by sorting alone to 13 %.
+# Without positions the loss looks *better*: a later document reads the earlier ones, as none does in use. With positions, the loss is that of each document alone. Padding falls from 37 % to 11 %, and by sorting alone to 13 %: so try sorting first.
 #
 # In TRL it is `SFTConfig(packing=True)`, on a GPU with flash-attn, whose kernels skip what the mask hides. TRL cuts what is longer than `max_length`: leave long rows out before. A packed batch holds more pairs, so an epoch has fewer steps: look for the learning rate again. Models that cannot keep documents apart, like Mamba, take sorted rows: `train_sampling_strategy="group_by_length"`.
 #
@@ -919,7 +919,7 @@ with torch.device("meta"):
     count_trained(named)
 
 # %% [markdown]
-# No word of warning from peft: the experts, nearly all of the weights, have no adapters, and the vision tower has. Say what you mean, by name. `apply_lora` refuses such a model with "all-linear". `apply_qlora` always does: it cannot store the experts in four bits.
+# No word of warning from peft: the experts, more than nine tenths of the weights, have no adapters, and the vision tower has. Say what you mean, by name. `apply_lora` refuses such a model with "all-linear". `apply_qlora` always does: it cannot store the experts in four bits.
 #
 # ## Take this home
 #
@@ -932,17 +932,17 @@ with torch.device("meta"):
 # | setting | begin with | why |
 # |---|---|---|
 # | **labels** | answers only | wrong ones train something else, without an error |
-# | **learning rate** | LoRA 3e-4; all weights 1e-4, with billions of them 1e-5 to 2e-5 (not run here) | decides what is learned and what is forgotten: section 5 |
+# | **learning rate** | LoRA 3e-4, with billions of weights 1e-4 to 2e-4; all weights 1e-4, with billions 1e-5 to 2e-5 (billions: not run here) | decides what is learned and what is forgotten: section 5 |
 # | **pairs** | as many as you can check | the score says when it is enough |
 # | **what trains** | all linear layers | name the layers where a model has experts: section 8 |
-# | rank and alpha | 16 and 32 | few pairs need no more; look at the rate first |
-# | rows in a step | 4 to 32 | adapters like large batches less than all weights do (LoRA Without Regret) |
+# | rank and alpha | 16 and 32 | few pairs need no more, and the rate matters more; not varied here |
+# | rows in a step | 4 to 32 (3 here, for a CPU) | adapters like large batches less than all weights do (LoRA Without Regret) |
 # | epochs, times through all pairs | all weights 1, LoRA 2 or more | stop where the score rises no more |
-# | packing | on where lengths are unequal | time, and fewer steps in an epoch: section 7 |
+# | packing | sort by length first; pack where lengths differ much | time, and fewer steps in an epoch: section 7 |
 #
 # ## Which card?
 #
-# The same arithmetic for 8 billion parameters and four rows of 2,048 tokens: what fits, of all that the doctor of this repository tries. No card has run these predictions here.
+# The same arithmetic for 8 billion parameters and four rows of 2,048 tokens: what fits, of what the doctor of this repository tries on each card. No card has run these predictions here.
 
 # %%
 from recipes_lib.core.model import model_of_shape
@@ -961,8 +961,8 @@ for card in ("T4", "RTX 4090", "H100"):
 # | card | train 8 billion |
 # |---|---|
 # | 16 GB, T4 | QLoRA, in fp16 |
-# | 24 GB | LoRA on a base in 16 bits; QLoRA for longer rows |
-# | 80 GB | LoRA; all weights only in 16 bits |
+# | 24 GB | LoRA on a base in 16 bits, 20.4 GiB; for longer rows QLoRA with a loss in chunks, 10.8 GiB |
+# | 80 GB | LoRA, as on 24 GB; all weights only in 16 bits, one row at a time |
 # | 2 × 80 GB, by arithmetic | all weights in fp32, 16 bytes for each: 8 · 16 = 128 GB in two halves ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) |
 #
 # Half a billion weights need 8 GB by that rule, so they train fully on any of these cards. For your model and card: `python -m recipes_lib doctor --model NAME --dtype bf16 --card T4 --batch-size 4 --seq-len 2048`.
@@ -973,7 +973,7 @@ for card in ("T4", "RTX 4090", "H100"):
 #
 # ## When to use what
 #
-# Where 16 bytes per weight are there, take full fine-tuning: here it learned as much as LoRA in half the steps. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)). Else take LoRA on all linear layers, with the loss of section 4. Take QLoRA where the 16-bit weights do not fit. Judge by a score that a simple rule does not get, and by text that the model must keep.
+# Where 16 bytes per weight are there, take full fine-tuning: here it learned at least as much as LoRA in half the steps. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)). Else take LoRA on all linear layers, with the loss of section 4. Take QLoRA where the 16-bit weights do not fit. Judge by a score that a simple rule does not get, and by text that the model must keep.
 #
 # Not here: long rows ([04](../notebooks/04_training_long_sequences.ipynb)), DoRA and rsLoRA (PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison)). All switches stand in the [cheatsheet](../CHEATSHEET.md).
 #
