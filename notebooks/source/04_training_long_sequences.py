@@ -24,7 +24,7 @@
 # > | all switches of transformers and TRL | 54,182 | 1.17× |
 # > | **the five lines** | **92,346** | 1.19× |
 # >
-# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0009; plain steps in fp32 differ by 0.0014. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest that ran. A step of 92,346 would take 3.6 hours on this machine. In fp32, arithmetic predicts the length after each recipe, off by 1.7% at most.
+# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0009; plain steps in fp32 differ by 0.0014. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest that ran. A step of 92,346 would take 3.6 hours on this machine.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
@@ -556,7 +556,7 @@ print(f"longest text: {longest_by(eager_terms):,} tokens")
 # - *off by*: the prediction against the place where a straight line between these two meets the limit.
 # - *gradients off by*: from a real forward and backward on 512 tokens. It is the length of their difference from those of the first row, over the length of those.
 #
-# A step of the longest texts takes more than an hour here. So on a CPU the search takes **dry steps**: the loop above on PyTorch's fake tensors, which have shapes and no data. Bytes are counted, and nothing is computed. The equation and a dry step know nothing of each other. Where both agree, no term is forgotten. And the real step of 4,096 tokens checks the dry one.
+# A step of the longest texts takes more than an hour here. So on a CPU the search takes **dry steps**: the loop above on PyTorch's fake tensors, which have shapes and no data. Bytes are counted, and nothing is computed. The equation and a dry step know nothing of each other. And the real step of 4,096 tokens checks the dry one.
 
 # %%
 from recipes_lib.workflows.longest_sequence import search
@@ -1054,7 +1054,7 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# *Time* is that of the blocks against SDPA, all in fp32, with both single rounds in brackets: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints add nearly two more forwards. These are blocks alone, in fp32, with tiles of 256 tokens; the five lines above were whole steps in bf16, with tiles of 1,024.
+# *Time* is that of the blocks against SDPA, all in fp32, with both single rounds in brackets: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints add nearly two more forwards. The five lines above were whole steps in bf16, with tiles of 1,024 tokens; here they have 256.
 
 # %%
 title = f"The five lines: {longest / switches:.1f} times as long as all switches"
@@ -1071,7 +1071,7 @@ print(f"{1e3 * at_the_longest:.0f} ms per token,", end=" ")
 print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 
 # %% [markdown]
-# A token reads all tokens before it, so it takes longer in a longer text. The line through both real steps says roughly how long the longest takes: two points make it, and one of them ran once.
+# A token reads all tokens before it, so it takes longer in a longer text. Two points make this line, and one of them ran once.
 #
 # ## Do such predictions hold on a card?
 #
