@@ -473,7 +473,7 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 # |---|---|---|
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
-# | a little more than the second | the five lines without `offload_activations` | no host memory; Unsloth reports 1.3 times the step for its tiles on a GPU |
+# | a little more than the second | the five lines without `offload_activations` | less length than the third; Unsloth reports 1.3 times the step for its tiles on a GPU |
 # | the third, and the host has room | the five lines | 1.19 times the plain step, on two CPU cores at 2,048 tokens; on an H100 the offload alone took 2 to 5 % (recipe 6) |
 # | the third, and the host has no room, as on a free Colab | nested checkpoints (recipe 5) in place of the offload; its length is in no entry | nearly two more forwards |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
