@@ -297,7 +297,7 @@ def read(path: Path) -> list[Record]:
 
 def every_record(folder: Path = RESULTS) -> list[Record]:
     """All records, the oldest files first."""
-    files = sorted(folder.glob("*.jsonl"), key=lambda path: path.stem[-10:])
+    files = sorted(folder.glob("*.jsonl"), key=lambda path: (path.stem[-10:], path.name))
     return [record for path in files for record in read(path)]
 
 

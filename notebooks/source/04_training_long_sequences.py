@@ -712,7 +712,7 @@ if hasattr(F, "linear_cross_entropy"):  # PyTorch's own, since 2.13
 # %% [markdown]
 # | you use | set |
 # |---|---|
-# | TRL's `SFTTrainer` | nothing: `loss_type="nll"`, the default, is chunked since 1.7; before, set `"chunked_nll"` |
+# | TRL's `SFTTrainer` | nothing: the default is chunked since 1.7, in 1.16 by the name `"nll"`; before, set `loss_type="chunked_nll"` |
 # | transformers' `Trainer` | `use_liger_kernel=True` on a GPU |
 # | Axolotl | `cut_cross_entropy: true`, or its Liger plugin |
 # | a loop of your own | `apply_chunked_cross_entropy(model)`, or `F.linear_cross_entropy` |

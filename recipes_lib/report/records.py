@@ -21,7 +21,7 @@ def recorded(notebook: str) -> dict[str, Any] | None:
     """
     newest: dict[str, Any] | None = None
     # The names of the files end with the day: in this order the last one is the newest.
-    for path in sorted(RESULTS.glob("*.jsonl"), key=_day):
+    for path in sorted(RESULTS.glob("*.jsonl"), key=_day_and_name):
         shared, *records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         own = [record for record in records if record["notebook"] == notebook]
         if own:
@@ -31,8 +31,8 @@ def recorded(notebook: str) -> dict[str, Any] | None:
     return newest
 
 
-def _day(path: Path) -> str:
-    return path.stem[-len("2026-11-25") :]
+def _day_and_name(path: Path) -> tuple[str, str]:
+    return path.stem[-len("2026-11-25") :], path.name
 
 
 def _nested(records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -38,12 +38,6 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
-
-def device_of_fake(tensor: FakeTensor) -> torch.device:
-    """The device of a tensor without data: two in three questions of a dry run ask for it alone."""
-    return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
-
-
 # What gives the storage that it was given.
 SAME_STORAGE = {aten.view.default, aten.detach.default}
 
@@ -129,7 +123,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operator, and count the live storages that it returns."""
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return device_of_fake(args[0])
+            return _device_of_fake(args[0])
         is_sum = func is aten.add.Tensor and self._are_gradients(*args)
         if is_sum and _holders(*args) == _held_by_autograd():
             func = aten.add_.Tensor
@@ -272,3 +266,8 @@ def _held_by_autograd() -> tuple[int, int, int] | None:
         with _HoldersOfASum() as holders:
             total.backward()
     return holders.found
+
+
+def _device_of_fake(tensor: FakeTensor) -> torch.device:
+    """The answer to two in three calls of a dry run: each would pass through all of its modes."""
+    return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
