@@ -4,7 +4,7 @@ python -m benchmarks.gpu                             notebook 01, recipes beside
 python -m benchmarks.gpu --parts notebook_05
 python -m benchmarks.gpu --parts rope notebook_04
 python -m benchmarks.gpu --parts notebook_02         on four GPUs or more
-python -m benchmarks.gpu --parts longest             and likewise context
+python -m benchmarks.gpu --parts lengths             and likewise longest, context
 python -m benchmarks.gpu --tier cpu --fast           the same code in small sizes, without a GPU
 
 Each of these lines takes less than ten minutes on one large GPU. Each part runs in a process of its
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks import long_steps
+from benchmarks.card_lengths import card_lengths
 from benchmarks.record import RESULTS, keep, keep_run
 from benchmarks.rope import stretched
 from benchmarks.sizes import size_of
@@ -49,6 +50,7 @@ CALLS: list[dict[str, int]] = [
     {"notebook_05": 580},
     {"rope": 60, "notebook_04": 520},
     {"notebook_02": 590},
+    {"lengths": 400},
     {"longest": 590},
     {"context": 590},
 ]
@@ -131,6 +133,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "rope": partial(long_part, "rope", stretched),
     "notebook_04": partial(notebook, "04"),
     "notebook_02": partial(notebook, "02"),
+    "lengths": partial(long_part, "lengths", card_lengths),
     "longest": partial(long_part, "longest", long_steps.longest_step),
     "context": partial(long_part, "context", long_steps.qlora_context),
 }

@@ -6,6 +6,7 @@ it proves that the code runs.
     full            full fine-tuning, for `versus`
     qlora           the largest shape for QLoRA
     rope            arguments of `rope.stretched`
+    lengths         arguments of `card_lengths.card_lengths`
     longest, context
                     arguments of the functions in `long_steps`
 
@@ -22,11 +23,14 @@ from recipes_lib.core.measure.machine import fast, machine
 
 GB = 10**9  # what is printed on a card
 MIB = 2**20
+SMALL = ("llama-3.2-1b", "llama-3.2-3b")
+SHAPES = (*SMALL, "llama-3.1-8b")
 
 FAST: dict[str, dict[str, Any]] = {
     "full": {"shape": "tiny-llama", "layers": 4, "batch_size": 4, "seq_len": 32},
     "qlora": {"shape": "tiny-llama", "layers": 2, "rows": 2, "tokens": 32},
     "rope": {"seq_len": 300, "window": 100, "texts": 1},
+    "lengths": {"shapes": ("tiny-llama",), "card": "T4", "most": 128},
     "longest": {"shape": "tiny-llama", "layers": 4, "seq_len": 300},
     "context": {"shape": "tiny-llama", "layers": 2, "most": 512, "cap": 3 * MIB},
 }
@@ -35,6 +39,7 @@ CPU: dict[str, dict[str, Any]] = {
     "full": {"shape": "smollm2-135m", "layers": 30, "batch_size": 4, "seq_len": 64},
     "qlora": {"shape": "smollm2-135m", "layers": None, "rows": 4, "tokens": 64},
     "rope": {"seq_len": 12288, "window": 1024, "texts": 3},
+    "lengths": {"shapes": ("smollm2-135m",), "card": "T4", "most": 1024},
     "longest": {"shape": "smollm2-135m", "layers": None, "seq_len": 2048},
     "context": {"shape": "smollm2-135m", "layers": 4, "most": 8192, "cap": 400 * MIB},
 }
@@ -43,6 +48,7 @@ GPU_16: dict[str, dict[str, Any]] = {
     "full": {"shape": "llama-3.2-1b", "layers": 5, "batch_size": 8, "seq_len": 256},
     "qlora": {"shape": "llama-3.2-3b", "layers": None, "rows": 8, "tokens": 512},
     "rope": {"seq_len": 14336, "window": 1024, "texts": 3},
+    "lengths": {"shapes": SMALL, "card": "T4", "most": 65536},
     "longest": {"shape": "llama-3.2-1b", "layers": 4, "seq_len": 65536},
     "context": {"shape": "llama-3.2-1b", "layers": None, "most": 65536, "cap": 14 * GB},
 }
@@ -51,6 +57,7 @@ GPU_24: dict[str, dict[str, Any]] = {
     "full": {"shape": "llama-3.2-1b", "layers": 11, "batch_size": 8, "seq_len": 256},
     "qlora": {"shape": "llama-3.1-8b", "layers": None, "rows": 8, "tokens": 1024},
     "rope": {"seq_len": 16384, "window": 1024, "texts": 4},
+    "lengths": {"shapes": SHAPES, "card": "L4", "most": 65536},
     "longest": {"shape": "llama-3.2-1b", "layers": None, "seq_len": 131072},
     "context": {"shape": "llama-3.1-8b", "layers": None, "most": 65536, "cap": 23 * GB},
 }
@@ -59,6 +66,7 @@ GPU_80: dict[str, dict[str, Any]] = {
     "full": {"shape": "llama-3.2-3b", "layers": 28, "batch_size": 8, "seq_len": 256},
     "qlora": {"shape": "qwen2.5-32b", "layers": None, "rows": 8, "tokens": 1024},
     "rope": {"seq_len": 16384, "window": 1024, "texts": 8},
+    "lengths": {"shapes": SHAPES, "card": "RTX 4090", "most": 160_000},
     "longest": {"shape": "llama-3.1-8b", "layers": None, "seq_len": 393216},
     # QLoRA of an 8B shape as on a card of 24 GB.
     "context": {"shape": "llama-3.1-8b", "layers": None, "most": 262144, "cap": 24 * GB},

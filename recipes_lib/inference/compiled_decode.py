@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.core.model.compiling import require_compiler
+from recipes_lib.core.model.compiling import compile_apart, require_compiler
 from recipes_lib.core.model.decoding import CausalDecoder, KeyValueCache, require_decoder
 
 # --- the idea: what a learner can copy ------------------------------------------------------------
@@ -153,14 +153,8 @@ def _compiled_step() -> Callable[[Any, StaticCache], Tensor]:
         return decoder(cache.token, cache, last_only=True)
 
     mode = MODE if BACKEND == "inductor" else None  # an option of inductor alone
-    return torch.compile(
-        step,
-        mode=mode,
-        backend=BACKEND,
-        fullgraph=True,
-        dynamic=False,
-        isolate_recompiles=True,  # eight graphs for each decoder, not for all of them
-    )
+    # Eight graphs for each decoder, not for all of them.
+    return compile_apart(step, mode=mode, backend=BACKEND, fullgraph=True, dynamic=False)
 
 
 class _StaticStorage:

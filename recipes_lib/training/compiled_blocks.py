@@ -48,7 +48,7 @@ from recipes_lib.core.measure.live_bytes import LiveBytes
 from recipes_lib.core.model.bytes_of_tensors import quantization_tensors
 from recipes_lib.core.model.caches_of_checkpointed_blocks import caches_among
 from recipes_lib.core.model.causal_lm import decoder_blocks, require_causal_lm
-from recipes_lib.core.model.compiling import require_compiler
+from recipes_lib.core.model.compiling import compile_apart, require_compiler
 from recipes_lib.core.model.marks import CHECKPOINTED_INDEX, any_marked
 from recipes_lib.core.model.mixins import mix_in, require_forward_of_class, unmixed_class
 
@@ -132,14 +132,13 @@ def _compile_once(block_class: type, dynamic: bool | None) -> Callable[..., Any]
     def forward(block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return block_class.forward(block, *args, **kwargs)
 
-    return torch.compile(
+    return compile_apart(  # other classes have graphs of their own
         forward,
         # Else PyTorch runs a block in pieces, or beyond the limit as it is, and says nothing.
         fullgraph=True,
         dynamic=dynamic,
         backend=BACKEND,
-        recompile_limit=MOST_GRAPHS,
-        isolate_recompiles=True,  # other classes have graphs of their own
+        most_graphs=MOST_GRAPHS,
     )
 
 
