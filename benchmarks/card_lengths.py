@@ -42,11 +42,14 @@ STACKS = {
 FEW = 64  # tokens of the step that makes the states
 
 
-def card_lengths(*, shapes: tuple[str, ...], card: str, most: int) -> Iterator[dict[str, Any]]:
+def card_lengths(
+    *, shapes: tuple[str, ...], card: str, most: int, cut: bool = False
+) -> Iterator[dict[str, Any]]:
     """One step of each length of the table, under the memory of `card`, a key of `CARDS`.
 
-    A row has the length that the table promises, and the tokens of the step: `most` at most, for
-    beyond it a step takes minutes.
+    Args:
+        most: tokens. Longer steps take minutes, and are left out.
+        cut: take `most` tokens of them instead, for tests.
     """
     rows: list[dict[str, Any]] = []
     room = CARDS[card].for_tensors
@@ -59,26 +62,28 @@ def card_lengths(*, shapes: tuple[str, ...], card: str, most: int) -> Iterator[d
             }
             if min(promised.values()) < FEW:  # the table has a dash there
                 continue
-            for name, row in steps_of(shape, method, promised, room=room, most=most):
+            if cut:
+                promised = {name: min(tokens, most) for name, tokens in promised.items()}
+            promised = {name: tokens for name, tokens in promised.items() if tokens <= most}
+            for name, row in steps_of(shape, method, promised, room=room):
                 rows.append({"name": f"{shape}, {method}, {name}"} | row)
                 print(rows[-1], flush=True)
                 yield {"card": card, "room_bytes": room, "rows": rows}
 
 
 def steps_of(
-    shape: str, method: str, promised: dict[str, int], *, room: int, most: int
+    shape: str, method: str, promised: dict[str, int], *, room: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The steps of one model, each of a fresh one: who ran out of memory leaves half a step."""
-    for name, longest in promised.items():
+    for name, tokens in promised.items():
         model, optimizer = trained_by(method, shape)
         model.activation_checkpointing_enable()
         if name in ("chunked loss", "five lines"):
             apply_chunked_cross_entropy(model, check=False)
         if name == "five lines":
             apply_tiled_mlp(model, norms=True, check=False)
-        tokens = min(longest, most)
         one_step = partial(step, model, optimizer, method, away=name == "five lines")
-        yield name, {"promised": longest, "tokens": tokens, **under(room, one_step, tokens)}
+        yield name, {"tokens": tokens, **under(room, one_step, tokens)}
         del model, optimizer, one_step
         release_memory()
 

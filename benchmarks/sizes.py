@@ -30,7 +30,7 @@ FAST: dict[str, dict[str, Any]] = {
     "full": {"shape": "tiny-llama", "layers": 4, "batch_size": 4, "seq_len": 32},
     "qlora": {"shape": "tiny-llama", "layers": 2, "rows": 2, "tokens": 32},
     "rope": {"seq_len": 300, "window": 100, "texts": 1},
-    "lengths": {"shapes": ("tiny-llama",), "card": "T4", "most": 128},
+    "lengths": {"shapes": ("tiny-llama",), "card": "T4", "most": 128, "cut": True},
     "longest": {"shape": "tiny-llama", "layers": 4, "seq_len": 300},
     "context": {"shape": "tiny-llama", "layers": 2, "most": 512, "cap": 3 * MIB},
 }
@@ -39,7 +39,7 @@ CPU: dict[str, dict[str, Any]] = {
     "full": {"shape": "smollm2-135m", "layers": 30, "batch_size": 4, "seq_len": 64},
     "qlora": {"shape": "smollm2-135m", "layers": None, "rows": 4, "tokens": 64},
     "rope": {"seq_len": 12288, "window": 1024, "texts": 3},
-    "lengths": {"shapes": ("smollm2-135m",), "card": "T4", "most": 1024},
+    "lengths": {"shapes": ("smollm2-135m",), "card": "T4", "most": 1024, "cut": True},
     "longest": {"shape": "smollm2-135m", "layers": None, "seq_len": 2048},
     "context": {"shape": "smollm2-135m", "layers": 4, "most": 8192, "cap": 400 * MIB},
 }
@@ -66,7 +66,7 @@ GPU_80: dict[str, dict[str, Any]] = {
     "full": {"shape": "llama-3.2-3b", "layers": 28, "batch_size": 8, "seq_len": 256},
     "qlora": {"shape": "qwen2.5-32b", "layers": None, "rows": 8, "tokens": 1024},
     "rope": {"seq_len": 16384, "window": 1024, "texts": 8},
-    "lengths": {"shapes": SHAPES, "card": "RTX 4090", "most": 160_000},
+    "lengths": {"shapes": SHAPES, "card": "RTX 4090", "most": 140_000},
     "longest": {"shape": "llama-3.1-8b", "layers": None, "seq_len": 393216},
     # QLoRA of an 8B shape as on a card of 24 GB.
     "context": {"shape": "llama-3.1-8b", "layers": None, "most": 262144, "cap": 24 * GB},

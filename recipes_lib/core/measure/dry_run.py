@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from recipes_lib.core.measure.dry_values import Values
+from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.replaced_functions import functions_without_data
 
 
@@ -68,9 +69,10 @@ def pretends_a_card() -> bool:
 def on_the_host() -> Iterator[None]:
     """In a dry run: what is made inside is on the host, and no account of a GPU counts it.
 
-    In a dry run all tensors say that they are on one device. Elsewhere this changes nothing.
+    In a dry run all tensors count as if on one device. Elsewhere this changes nothing.
     """
-    if not pretends_a_card():
+    with_a_host = pretends_a_card() or machine().device == "cuda"
+    if not dry() or not with_a_host:
         yield
         return
     values = active_fake_mode().values
