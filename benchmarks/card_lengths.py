@@ -1,7 +1,10 @@
 """The longest texts that notebook 04 promises on a card of 24 GB, as real steps on a larger card.
 
-A part of `benchmarks.gpu`. The allocator gets no more memory than the small card has for tensors,
-so a length that is too long fails here as it does there. Seconds are those of the large card.
+python -m benchmarks.gpu --parts lengths     on the larger card
+python -m benchmarks.card_lengths            what is predicted of these steps; minutes of one core
+
+The allocator gets no more memory than the small card has for tensors, so a length that is too long
+fails here as it does there. Seconds are those of the large card.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from typing import Any
 import torch
 
 from benchmarks.long_steps import made_up_ids
+from benchmarks.record import keep, newest
 from recipes_lib.core.measure import PeakMemory
+from recipes_lib.core.measure.dry_run import pretends_a_card
 from recipes_lib.core.measure.free_memory import release_memory
-from recipes_lib.core.measure.machine import machine, seed_everything, synchronize
+from recipes_lib.core.measure.machine import GIB, machine, seed_everything, synchronize
 from recipes_lib.core.model import model_of_shape
-from recipes_lib.core.predict.card import CARDS
+from recipes_lib.core.predict import CARDS, Build, predict
 from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_offload import offload_activations
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
@@ -54,43 +59,63 @@ def card_lengths(
     rows: list[dict[str, Any]] = []
     room = CARDS[card].for_tensors
     for shape in shapes:
-        for method, recipe in METHODS.items():
-            weightless = model_of_shape(shape, dtype=torch.bfloat16, device="meta")
-            promised = {
-                name: longest_text(weightless, card=card, stack=(*stack, recipe))
-                for name, stack in STACKS.items()
-            }
+        for method in METHODS:
+            promised = promised_lengths(shape, method, card)
             if min(promised.values()) < FEW:  # the table has a dash there
                 continue
             if cut:
                 promised = {name: min(tokens, most) for name, tokens in promised.items()}
-            promised = {name: tokens for name, tokens in promised.items() if tokens <= most}
-            for name, row in steps_of(shape, method, promised, room=room):
-                rows.append({"name": f"{shape}, {method}, {name}"} | row)
+            for stack, tokens in promised.items():
+                if tokens > most:
+                    continue
+                found = under(room, build_of(shape, method, stack, tokens))
+                rows.append({"name": f"{shape}, {method}, {stack}", "tokens": tokens} | found)
                 print(rows[-1], flush=True)
                 yield {"card": card, "room_bytes": room, "rows": rows}
 
 
-def steps_of(
-    shape: str, method: str, promised: dict[str, int], *, room: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The steps of one model, each of a fresh one: who ran out of memory leaves half a step."""
-    for name, tokens in promised.items():
+def promised_lengths(shape: str, method: str, card: str) -> dict[str, int]:
+    """The three lengths of an entry of the notebook's table, by the name of their stack."""
+    model = model_of_shape(shape, dtype=torch.bfloat16, device="meta")
+    return {
+        name: longest_text(model, card=card, stack=(*stack, METHODS[method]))
+        for name, stack in STACKS.items()
+    }
+
+
+def build_of(shape: str, method: str, stack: str, tokens: int) -> Build:
+    """The step of the notebook's lines on a text of so many tokens, or of as many as it gets."""
+
+    def step(model: Any, optimizer: Any, tokens: int = tokens) -> None:
+        ids = made_up_ids(model, tokens)
+        around: Any = contextlib.nullcontext()
+        if stack == "five lines":
+            # A CPU has no other memory than its own.
+            on_a_card = model.device.type == "cuda" or pretends_a_card()
+            around = offload_activations(model, to="host" if on_a_card else "disk", in_flight=1)
+        autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=method == "QLoRA")
+        with around:
+            with autocast:
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def build() -> tuple[Any, Any, Any]:
+        seed_everything(0)
         model, optimizer = trained_by(method, shape)
         model.activation_checkpointing_enable()
-        if name in ("chunked loss", "five lines"):
+        if stack in ("chunked loss", "five lines"):
             apply_chunked_cross_entropy(model, check=False)
-        if name == "five lines":
+        if stack == "five lines":
             apply_tiled_mlp(model, norms=True, check=False)
-        one_step = partial(step, model, optimizer, method, away=name == "five lines")
-        yield name, {"tokens": tokens, **under(room, one_step, tokens)}
-        del model, optimizer, one_step
-        release_memory()
+        return model, optimizer, step
+
+    return build
 
 
 def trained_by(method: str, shape: str) -> tuple[Any, Any]:
-    """The model in bf16 on the GPU, and what trains it: the lines of notebook 04."""
-    seed_everything(0)
+    """The model in bf16 on the device, and what trains it."""
     model = model_of_shape(shape, dtype=torch.bfloat16).train()
     if method == "all weights":
         rounded = partial(bf16_adamw, rounding="stochastic")
@@ -100,36 +125,25 @@ def trained_by(method: str, shape: str) -> tuple[Any, Any]:
     return model, torch.optim.AdamW(adapters, lr=1e-4)
 
 
-def step(model: Any, optimizer: Any, method: str, tokens: int, *, away: bool) -> None:
-    ids = made_up_ids(model, tokens)
-    around: Any = contextlib.nullcontext()
-    if away:
-        # A CPU has no other memory than its own.
-        elsewhere = "host" if model.device.type == "cuda" else "disk"
-        around = offload_activations(model, to=elsewhere, in_flight=1)
-    autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=method == "QLoRA")
-    with around:
-        with autocast:
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def under(room: int, build: Build) -> dict[str, Any]:
+    """Peak bytes and seconds of a step, with `room` bytes for the allocator of a GPU.
 
-
-def under(room: int, one_step: Callable[[int], None], tokens: int) -> dict[str, Any]:
-    """Peak bytes and seconds of a step, with `room` bytes for the allocator of a GPU."""
-    one_step(FEW)
+    Each step has a fresh model: who ran out of memory leaves half a step.
+    """
+    model, optimizer, step = build()
+    take: Callable[..., None] = partial(step, model, optimizer)
+    take(tokens=FEW)
     release_memory()
     seconds = None
     with allocator_of(room), PeakMemory() as memory:
         start = time.perf_counter()
         with contextlib.suppress(torch.OutOfMemoryError):
-            one_step(tokens)
+            take()
             synchronize()
             seconds = time.perf_counter() - start
     found = {"fits": seconds is not None, "peak_bytes": memory.peak, "seconds": seconds}
-    if machine().device == "cuda":
-        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+    del model, optimizer, step, take
+    release_memory()
     return found
 
 
@@ -144,3 +158,24 @@ def allocator_of(room: int) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# --- what is predicted of them --------------------------------------------------------------------
+
+
+def main() -> None:
+    """Predict each step that a GPU has taken, on that card without having it, and keep it."""
+    run = newest("lengths", gpu=True)
+    (card,) = (each for each in CARDS.values() if each.name in run.machine)
+    rows = []
+    for name, row in run.rows.items():
+        shape, method, stack = name.split(", ")
+        found = predict(build_of(shape, method, stack, int(row["tokens"])), card=card)
+        rows.append({"name": name, "predicted_bytes": found.allocated})
+        off = found.allocated / row["peak_bytes"] - 1
+        print(f"{name:<40} {found.allocated / GIB:.2f} GiB, off by {off:+.2%}", flush=True)
+        keep("lengths_predicted", {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

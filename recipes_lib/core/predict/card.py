@@ -6,8 +6,10 @@ The tensors of a dry run say that they are on a CPU. What a GPU does otherwise w
 rules, and each is the operator itself, of which PyTorch knows shapes without a GPU:
 
     attention                FlashAttention for 16 bits without a mask on capability 8.0 and later,
-                             else memory-efficient attention, else the table of all scores
-    autocast                 norms, softmax and losses in fp32
+                             with the memory of its backward, else memory-efficient attention, else
+                             the table of all scores
+    autocast                 norms, softmax and losses in fp32; who asks without naming a device
+                             whether it is on asks of the GPU
     products                 two workspaces of cuBLAS, one for each thread that multiplies
 
 Not covered: cuDNN's attention, kernels of Triton and bitsandbytes with memory of their own, a
@@ -128,6 +130,7 @@ def on_card(card: Card | None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         attention = _attention_that_card_chooses(card.capability)
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", _autocast_is_on))
         for name in IN_FP32:
             function = _in_fp32(getattr(F, name))
             stack.enter_context(mock.patch.object(F, name, function))
@@ -161,6 +164,7 @@ def _attention_that_card_chooses(capability: tuple[int, int]) -> Callable[..., t
                     q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))
                 kernel = aten._scaled_dot_product_flash_attention
                 out = kernel(q, k, v, dropout_p, is_causal, False, **options)[0]
+                _with_scratch_memory(q, k, out)
                 return out[..., :head] if missing else out
             if enable_gqa:
                 if is_causal:
@@ -172,6 +176,30 @@ def _attention_that_card_chooses(capability: tuple[int, int]) -> Callable[..., t
             return kernel(q, k, v, mask, trains, dropout_p, is_causal, **options)[0]
 
     return scaled_dot_product_attention
+
+
+def _with_scratch_memory(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> None:
+    """While it runs, FlashAttention's backward adds up q's gradient in fp32, and where heads share
+    keys and values, the gradients of both for each head.
+    """
+    if out.grad_fn is None:
+        return
+    # Shapes, because the hooks would keep the tensors.
+    shape, device = q.shape, q.device
+    for_each_head = (*q.shape[:2], k.shape[2], q.shape[3])
+    shared, dtype = k.shape[1] != q.shape[1], q.dtype
+    scratch: list[torch.Tensor] = []
+
+    def begin(gradients: tuple) -> None:
+        scratch.append(torch.empty(shape, dtype=torch.float32, device=device))
+        if shared:
+            scratch.extend(torch.empty(for_each_head, dtype=dtype, device=device) for _ in "kv")
+
+    def end(inputs: tuple, outputs: tuple) -> None:
+        scratch.clear()
+
+    out.grad_fn.register_prehook(begin)
+    out.grad_fn.register_hook(end)
 
 
 def _with_all_scores(
@@ -212,6 +240,17 @@ def _as_autocast_gives_it(tensor: torch.Tensor) -> torch.Tensor:
     if torch.is_autocast_enabled("cpu") and tensor.dtype is torch.float32:
         return tensor.to(torch.get_autocast_dtype("cpu"))
     return tensor
+
+
+AUTOCAST_IS_ON = torch.is_autocast_enabled
+
+
+def _autocast_is_on(device_type: str = "cpu") -> bool:
+    """`torch.is_autocast_enabled`, whose default is a GPU, which the dry run has on the CPU.
+
+    peft asks so, and makes copies in fp32 of what its layers read where autocast is not on.
+    """
+    return AUTOCAST_IS_ON(device_type)
 
 
 def _in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:

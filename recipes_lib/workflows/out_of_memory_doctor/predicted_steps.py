@@ -88,7 +88,7 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
         """The step that is predicted, with the stack of recipes."""
         around = contextlib.nullcontext()
         if "activation offload" in stack:
-            around = offload_activations(model, in_flight=0)
+            around = offload_activations(model, in_flight=1)
         # Adapters have 32 bits, and compute in 16, as in every trainer.
         autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=bool(adapters))
         with around:
