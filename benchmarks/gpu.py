@@ -1,6 +1,7 @@
 """Measure the recipes on this machine's GPU: `make gpu`.
 
-python -m benchmarks.gpu                             notebook 01, recipes beside libraries, QLoRA
+python -m benchmarks.gpu                             notebook 01
+python -m benchmarks.gpu --parts versus qlora        recipes beside libraries
 python -m benchmarks.gpu --parts notebook_05
 python -m benchmarks.gpu --parts rope notebook_04
 python -m benchmarks.gpu --parts notebook_02         on four GPUs or more
@@ -46,7 +47,8 @@ from recipes_lib.workflows.bench.run import LR, Bench
 ROOT = Path(__file__).resolve().parents[1]
 # Seconds that each part may take. Every line is a call of its own, under ten minutes together.
 CALLS: list[dict[str, int]] = [
-    {"notebook_01": 300, "versus": 180, "qlora": 115},
+    {"notebook_01": 590},
+    {"versus": 300, "qlora": 290},
     {"notebook_05": 580},
     {"rope": 60, "notebook_04": 520},
     {"notebook_02": 590},
@@ -183,12 +185,22 @@ def run_apart(part: str) -> bool:
     limit = SECONDS_ON_A_CPU
     if machine().device == "cuda":
         limit = SECONDS[part]
+    start = time.time()
     try:
         subprocess.run(command, check=True, cwd=ROOT, timeout=limit, env=environment)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         print(f"-- {part} failed: {error}", flush=True)
+        keep_what_was_measured(part, since=start)
         return False
     return True
+
+
+def keep_what_was_measured(part: str, *, since: float) -> None:
+    """Of a notebook that was cut: its ladder writes each row as soon as it is measured."""
+    number = part.removeprefix("notebook_")
+    for path in runs_dir().glob(f"{number}_*.json"):
+        if path.stat().st_mtime > since:
+            keep_run(path, folder=out_dir(), cut=f"it was cut after {time.time() - since:.0f} s")
 
 
 def main(arguments: list[str]) -> None:

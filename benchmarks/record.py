@@ -200,12 +200,18 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(scratch, path)
 
 
-def keep_run(path: Path, *, folder: Path | None = None) -> Path:
+def keep_run(path: Path, *, folder: Path | None = None, cut: str = "") -> Path:
     """Keep a file from runs/: what a notebook or a program of this folder wrote.
 
+    Args:
+        cut: why the run has not ended, if it has not. What it measured is kept, with this reason;
+            rows that have taken no turns have no ratio of times then.
     Raises ValueError for small sizes unless a `folder` is given, and for a run that has not ended.
     """
     run = json.loads(path.read_text(encoding="utf-8"))
+    if cut:
+        run["cut"] = cut
+        run["rows"] = [row for row in run["rows"] if not _without_turns(row, run["rows"])]
     if run["fast"] and folder is None:
         raise ValueError(f"{path} was measured with RECIPES_FAST=1: run it in full size first")
     if not run.get("complete", True):
@@ -215,6 +221,14 @@ def keep_run(path: Path, *, folder: Path | None = None) -> Path:
     if number.isdigit():
         notebook = number  # 01_large_models_limited_hardware
     return keep(notebook, run, facts=run, folder=folder)
+
+
+def _without_turns(record: Record, rows: list[Record]) -> bool:
+    """Whether a record is the ratio of a row that has not had its turns."""
+    own = [
+        each["value"] for each in rows if (each["row"], each["metric"]) == (record["row"], "turns")
+    ]
+    return record["metric"] == "ratio" and own == [0]
 
 
 # --- read ---------------------------------------------------------------------------------------
