@@ -37,7 +37,8 @@ def step_of(
     """The step with any number of blocks."""
     how = {"in_groups": in_groups, "in_flight": in_flight, "tile": min(TILE, tokens)}
     on = {"dtype": torch.bfloat16, "device": "cpu"}
-    return any_size(partial(qlora_build, shape, tokens=tokens, **how, **on), layers=FEW)
+    build_of = partial(qlora_build, shape, tokens=tokens, **how, **on)
+    return any_size(build_of, layers=FEW, card=CARDS[CARD])
 
 
 def main() -> None:

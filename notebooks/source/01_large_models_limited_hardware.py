@@ -241,7 +241,7 @@ del model, optimizer
 print(f"predicted: {mib(dry_peak)}")
 
 # %% [markdown]
-# Each recipe is one more word in `build(…)`, and adds a row to a table, the *ladder*. `ladder.climb` predicts a step as the cell above does. Then it takes the step twice: to make the states, and to count every byte. The printed loss is that of the second step, after one update.
+# Each recipe is one more word in `build(…)`, and adds a row to a table, the *ladder*. `ladder.climb` predicts a step as the cell above does. Then it takes the step, and counts every byte. The printed loss is that of the untrained model.
 #
 # **Guess first.** As a curve, the two moments are two *towers*. What does the curve look like between them?
 
@@ -863,13 +863,13 @@ ladder.chart()
 #
 # ## Does it still learn?
 #
-# The rows to choose from train for five steps on the same batches, adapters at ten times the learning rate. What counts is the loss on functions from modules that are not in the training texts. Blocks are not compiled here, so for the rows with *compiled* in their name this tests the recipe and not the compiler.
+# The rows to choose from train for three steps on the same batches, adapters at ten times the learning rate. What counts is the loss on functions from modules that are not in the training texts. Blocks are not compiled here, so for the rows with *compiled* in their name this tests the recipe and not the compiler.
 
 # %%
 from recipes_lib.core.data.losses_and_answers import evaluate
 
 
-def trained(*recipes, optimizer_of, step=step_in_16_bits, steps=5):
+def trained(*recipes, optimizer_of, step=step_in_16_bits, steps=3):
     """The held-out loss after some steps."""
     seed_everything(0)
     base = partial(load_model, sizes.learner)
@@ -897,7 +897,7 @@ losses = {
 print(
     f"held-out loss before training: {untrained:.2f}, in four bits {untrained_packed:.2f}\n"
 )
-print(f"{'':<33}{'peak':>10}{'less':>7}{'time':>8}   loss after five steps")
+print(f"{'':<33}{'peak':>10}{'less':>7}{'time':>8}   loss after three steps")
 for name, loss in losses.items():
     row = ladder[name]
     print(f"{name:<33}{mib(row.peak_bytes):>10}{ladder.saved(name):>7.0%}", end="")
@@ -917,7 +917,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # **Bytes are the same everywhere, times are not.** On an AMD EPYC ([recorded](../benchmarks/results)) this page has the same bytes, and adapters gain less from the compiler: *LoRA, compiled* takes 0.68× there, *everything combined* 0.73×, and *QLoRA* 0.74×. All weights are as here: 0.51× and 0.96×. So look at your own.
 #
-# Each loss is of one run of five steps with four texts, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming do not carry over to a GPU: here the disk is in free memory.
+# Each loss is of one run of three steps with four texts, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming do not carry over to a GPU: here the disk is in free memory.
 #
 # <!-- numbers:gpu-01 -->
 # ### Notebook 01 on a GPU

@@ -1,5 +1,6 @@
 """The five ladders: what a row measures, and what follows from it."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +40,7 @@ def plain():
 def test_climb_measures_what_was_predicted(capsys):
     """The mistake: the row pays for the models that wait, or shows the loss of another step."""
     model, optimizer, step = plain()
-    losses = [step(model, optimizer) for _ in range(2)]
+    losses = [step(model, optimizer)]
     del model, optimizer
     memory = MemoryLadder("steps")
     memory.climb("baseline", plain, group="alone")
@@ -49,26 +50,41 @@ def test_climb_measures_what_was_predicted(capsys):
     assert first.predicted_bytes == before.peak == pytest.approx(first.peak_bytes, rel=1e-3)
     assert second.peak_bytes == pytest.approx(first.peak_bytes, rel=1e-3)
     assert memory.timelines["again"].peak == second.peak_bytes
-    assert first.loss == pytest.approx(losses[1], rel=1e-6), "AdamW makes its states in the first"
+    assert first.loss == pytest.approx(losses[0], rel=1e-6), "the weights are as they were"
     printed = " ".join(capsys.readouterr().out.split())
     assert "when backward begins" in printed and "no kind changes much" in printed
     assert "the loss is that of baseline to the last bit" in printed
     assert "s/step" not in printed, "a first time under the account is no time to quote"
 
 
-def test_a_step_that_is_skipped_does_not_warm_up():
-    """The mistake: fp16 skips its first steps, and the states are missing in the measured one."""
-    taken = []
-    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+def test_states_come_before_the_measured_step():
+    """The mistakes: states that are missing in it, or of frozen weights; weights that moved."""
 
     def step(model, optimizer):
-        taken.append(model)
-        if len(taken) == 3:
-            optimizer.state["made"] = {}
+        taken.append(bool(optimizer.state))
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
         return 1.0
 
-    ReadyStep(lambda: (None, optimizer, step))
-    assert len(taken) == 3
+    def build(optimizer_of):
+        model = torch.nn.Linear(2, 2)
+        model.bias.requires_grad_(False)
+        weights.append((model.weight, model.weight.detach().clone()))
+        return model, optimizer_of(model.parameters()), step
+
+    class OfItsOwn:  # no optimizer of PyTorch: a whole step makes its states
+        def __init__(self, weights):
+            self.state, self.param_groups = {}, [{"lr": 1.0}]
+
+        def step(self):
+            self.state["made"] = self.param_groups[0]["lr"]
+
+    for optimizer_of, steps in ((torch.optim.AdamW, 0), (OfItsOwn, 1)):
+        taken, weights = [], []
+        ready = ReadyStep(partial(build, optimizer_of))
+        assert len(taken) == steps and len(ready.optimizer.state) == 1
+        assert torch.equal(*weights[0])
+        assert ready.optimizer.param_groups[0]["lr"] > 0
 
 
 def test_what_a_row_saves():

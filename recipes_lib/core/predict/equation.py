@@ -59,7 +59,9 @@ class Sizes:
     tile: int  # t, tokens that an MLP sees at a time: all, or some
     norms_in_tiles: bool = False
     frozen: bool = False  # adapters train, and not the weights of the model
+    copies: bool = True  # if so, adapters read what they read in fp32
     normed: int = 0  # numbers per token that norms of queries and keys read, as in Qwen3
+    sums: int = 0  # bytes in which the backward of a GPU's attention adds up
 
 
 @dataclass(frozen=True)
@@ -177,9 +179,17 @@ def _mlp(sizes: Sizes) -> int:
     return sizes.tile * of_token
 
 
+def _in_attention(sizes: Sizes) -> int:
+    """In the equation, while attention's backward runs on a GPU: its sums, and the gradients."""
+    if not sizes.sums:
+        return 0
+    gradients = (2 * sizes.queries + 2 * sizes.keys) * sizes.element
+    return sizes.sums + sizes.tokens * gradients
+
+
 def _copied(sizes: Sizes) -> int:
-    """Adapters read a copy in fp32 of each number of 16 bits."""
-    return FP32 if sizes.frozen and sizes.element < FP32 else 0
+    """Adapters read a copy in fp32 of each number of 16 bits, unless autocast spares it."""
+    return FP32 if sizes.frozen and sizes.copies and sizes.element < FP32 else 0
 
 
 def _saved_by_norm(sizes: Sizes) -> int:
@@ -193,9 +203,14 @@ def _saved_by_norm(sizes: Sizes) -> int:
 # --- what recipes change --------------------------------------------------------------------------
 
 
-def with_adapters(step: StepBytes, *, rank: int) -> StepBytes:
-    """The equation with LoRA on all linear layers of the blocks: `rank` numbers for each end."""
-    sizes = replace(step.sizes, frozen=True)
+def with_adapters(step: StepBytes, *, rank: int, copies: bool = True) -> StepBytes:
+    """The equation with LoRA on all linear layers of the blocks: `rank` numbers for each end.
+
+    Args:
+        copies: peft's layers read a copy in fp32 of what has 16 bits. Those on four bits do not,
+            under the autocast of a GPU.
+    """
+    sizes = replace(step.sizes, frozen=True, copies=copies)
     ends = 7 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys + 3 * sizes.feed_forward
     adapters = FP32 * rank * ends * sizes.blocks
     return replace(
@@ -207,6 +222,17 @@ def with_adapters(step: StepBytes, *, rank: int) -> StepBytes:
         activations=_activations(sizes),
         sizes=sizes,
     )
+
+
+def on_flash_attention(step: StepBytes) -> StepBytes:
+    """The equation with the sums of FlashAttention's backward: q's gradient in fp32, and where
+    heads share keys and values, the gradients of both for each head.
+    """
+    sizes = step.sizes
+    of_token = FP32 * sizes.queries
+    if sizes.keys < sizes.queries:
+        of_token += 2 * sizes.element * sizes.queries
+    return replace(step, sizes=replace(sizes, sums=sizes.tokens * of_token))
 
 
 def in_four_bits(step: StepBytes) -> StepBytes:
@@ -244,7 +270,9 @@ def with_checkpointing(step: StepBytes, *, group: int = 1) -> StepBytes:
         # The gradient of the input grows beside that of the output: with all of one tile, or when
         # the parts of all tiles are put together.
         inside_mlp = sizes.inputs + max(inside_mlp, sizes.inputs)
-    again = _saved_by_attention(sizes) + ways * sizes.inputs + inside_mlp
+    # By the time of attention's backward, what the second norm has saved is free.
+    at_mlp, at_attention = ways * sizes.inputs + inside_mlp, _in_attention(sizes)
+    again = _saved_by_attention(sizes) + max(at_mlp, at_attention - _saved_by_norm(sizes))
     if sizes.element == FP32:  # the first norm reads the input itself, and no copy in fp32
         again -= sizes.inputs
     if not sizes.frozen:

@@ -30,6 +30,7 @@ from recipes_lib.memory.optimizer_offload import host_bytes
 
 MIB = 2**20
 RANK = 16  # of adapters
+FLASH = (8, 0)  # the least capability of a card that has FlashAttention
 CLOSER = 0.95
 # Of what is left beside CUDA's own context: holes between tensors take the rest.
 FILLED = 0.95
@@ -242,7 +243,7 @@ class Remedies:
         adapters = bool(set(ADAPTERS).intersection(stack))
         step = self._plain(1 if in_parts else self.question.own_rows, length, adapters)
         if adapters:
-            step = equation.with_adapters(step, rank=RANK)
+            step = equation.with_adapters(step, rank=RANK, copies="QLoRA" not in stack)
         tile = max(self.question.model.config.get_text_config().hidden_size, LEAST_TILE)
         options = {"FSDP": {"ranks": self.question.gpus}, "tiled MLP": {"tile": tile}}
         for name, change in CHANGES.items():
@@ -256,7 +257,10 @@ class Remedies:
     def _plain_step(self, rows: int, length: int, adapters: bool) -> equation.StepBytes:
         """The step without remedies; under adapters the base is as it would be loaded for them."""
         model = self._in_16_bits if adapters else self.question.model
-        return equation.plain_step(model, rows=rows, length=length)
+        step = equation.plain_step(model, rows=rows, length=length)
+        if self.question.card.capability >= FLASH:
+            step = equation.on_flash_attention(step)
+        return step
 
     @functools.cached_property
     def _in_16_bits(self) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from recipes_lib.core.model import model_of_shape
 from recipes_lib.core.predict import CARDS, Card, predict
+from recipes_lib.core.predict import card as card_module
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.memory.optimizer_offload import offload_optimizer
@@ -82,3 +83,31 @@ def test_the_hosts_memory_is_apart():
     on_a_cpu = "the parameters are in host memory already"
     with pytest.raises(ValueError, match=on_a_cpu):
         predict(build_of("offload"))
+
+
+def test_flash_attention_has_sums_while_its_backward_runs(monkeypatch):
+    """The mistake: long texts are predicted without what the kernel adds up in."""
+    heads, shared, tokens, width = 8, 2, 512, 64
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = {"q": heads, "k": shared, "v": shared}
+            for name, of in sizes.items():
+                weights = torch.zeros(1, of, tokens, width, dtype=torch.bfloat16)
+                setattr(self, name, torch.nn.Parameter(weights))
+
+    def build():
+        model = Attention()
+        return model, torch.optim.SGD(model.parameters()), step
+
+    def step(model, optimizer):
+        attention = torch.nn.functional.scaled_dot_product_attention
+        out = attention(model.q, model.k, model.v, is_causal=True, enable_gqa=True)
+        out.sum().backward()
+
+    on = {"card": CARDS["H100"], "allocator": False}
+    with_sums = predict(build, **on).peak
+    monkeypatch.setattr(card_module, "_with_scratch_memory", lambda *_: None)
+    numbers = heads * tokens * width
+    assert with_sums - predict(build, **on).peak == (4 + 2 + 2) * numbers
