@@ -36,7 +36,7 @@ def predicted_tokens(model: Any, last: str, in_use: float) -> int:
     recipes = list(PUBLISHED)[: list(PUBLISHED).index(last) + 1]
 
     def peak(tokens: int) -> int:
-        step = equation.plain_step(model, rows=1, length=tokens)
+        step = equation.on_flash_attention(equation.plain_step(model, rows=1, length=tokens))
         step = replace(step, weights=0, states=0, gradients=0)  # on the host
         if "+ chunked loss (Liger)" in recipes:
             step = equation.with_chunked_loss(step)

@@ -317,8 +317,13 @@ def cell(number: str, name: str, *, folder: Path = RESULTS) -> str:
         else:
             text = _called(getattr(macros, f"row_{number}", macros.row_in_bytes), run, name)
         if text:
-            shown.append(f"{run.machine}: {text}" if gpu else text)
+            shown.append(f"{card_of(run.machine)}: {text}" if gpu else text)
     return "; ".join(shown)
+
+
+def card_of(machine: str) -> str:
+    """The name of a GPU without its maker and its memory: "H100", "GeForce RTX 4090"."""
+    return re.sub(r"^NVIDIA |[ -]\d+GB.*", "", machine)
 
 
 def macro_name(name: str) -> str:
