@@ -16,24 +16,24 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **A training step of QLoRA on SmolLM2-135M, as peft prepares it and with everything combined, 401 MiB → 252 MiB: -37% memory of tensors, in 0.56× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
+# > **A training step of QLoRA on SmolLM2-135M, as peft prepares it and with everything combined, 401 MiB → 252 MiB: -37% memory of tensors, in 0.76× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
 # >
 # > | what trains | recipes | peak, MiB | memory | time |
 # > |---|---|--:|--:|--:|
-# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.53× |
-# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.97× (0.96–0.98) |
-# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.55× |
-# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 1.05× (1.04–1.10) |
-# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.59× (0.59–0.62) |
+# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.50× |
+# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.89× (0.87–0.91) |
+# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.54× (0.53–0.57) |
+# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.75× (0.74–0.75) |
+# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.58× |
 # >
 # > Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
-# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
+# > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model, SmolLM2-135M, in many ways, predicts the memory of each way, measures it, and compares gradients, weights or losses with those of the plain step: most recipes leave the training as it is, and the prints say which do not.
 #
-# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: twelve to sixteen to run on two CPU cores, about forty-five to read. A GPU gets larger sizes: [an H100's rows](#Notebook-01-on-a-GPU).
+# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: twelve to run on two CPU cores, about forty-five to read. A GPU gets larger sizes: [an H100's rows](#Notebook-01-on-a-GPU).
 #
 # **In a hurry?** See [what fits your card](#What-fits-your-card), [which recipe when](#Which-recipe-when), and [lines to copy](#Take-this-home).
 #
@@ -691,7 +691,7 @@ take_turns()
 # %% [markdown]
 # **The answer.** Rounded to nearest, it never falls, and no error says so. So `sixteen_bit_adamw` rounds *stochastically*: to one of the two neighbours at random, to the nearer one more often, which is right on average. Weights in 16 bits need the same ([`bf16_adamw`](../recipes_lib/precision/pure_bf16.py)).
 #
-# States fall from 1,026 MiB to 513, and to 422 in 8 bits. That is more than a quarter, because *8-bit AdamW* keeps those of the embedding in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it. (That these losses are equal to the last bit says nothing of the rounding: they come after one update, and the first is made before the averages are rounded.)
+# States fall from 1,026 MiB to 513, and to 422 in 8 bits. That is more than a quarter, because *8-bit AdamW* keeps those of the embedding in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it. (Equal losses say nothing of the rounding: no row has updated a weight by then.)
 #
 # ### 8. Optimizer states in host memory
 #
@@ -739,7 +739,7 @@ on_16_bits = build(to_16_bits, lora, recipe_2, step=step_in_16_bits)
 ladder.climb("LoRA", on_16_bits, **on_lean)
 
 # %% [markdown]
-# **The answer.** The weights, 275 MiB with the adapters, and of states and gradients next to nothing: states are 37 MiB in place of 1,026. The peak is the end of forward, 402 MiB. (Printed losses come after one update, which moves an adapter by less than a whole model.)
+# **The answer.** The weights, 275 MiB with the adapters, and of states and gradients next to nothing: states are 37 MiB in place of 1,026. The peak is the end of forward, 402 MiB.
 #
 # **In your code.** Make a new `LoraConfig` for each model: peft writes the layers that it has found into it.
 #
@@ -834,7 +834,7 @@ ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"})
 # - **Adapters on 16 bits**: LoRA with checkpoints, compiled blocks, a loss in chunks.
 # - **The least memory**: *everything combined* is the same with four bits in the blocks. Embedding and norms stay in 16 bits.
 #
-# In the chart below read ×, not seconds: the machine was slower in later turns, and each × is against the baseline of the same turns.
+# In the chart below read ×, not seconds: each × is against the baseline of the same turns.
 #
 # **Guess first.** Which term is the largest one left in the last combination?
 
@@ -911,11 +911,9 @@ for name in ("QLoRA", "LoRA, compiled"):
 # %% [markdown]
 # With room for 2,579 MiB take *16 bits, compiled, chunked loss*: it trains all weights in half the time. With 1,091 take *8-bit AdamW in backward, compiled*. With 402 take *LoRA, compiled*, and with 252 *everything combined*.
 #
-# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: the last two rows differ by the four bits alone, which save 37 % for 7 % more time. Their other price is the loss: before training 4.00 in place of 3.58, after it 2.97 against 2.83. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 16 GiB for eight.
+# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: the last two rows differ by the four bits alone, which save 37 % for 6 % more time. Their other price is the loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 16 GiB for eight.
 #
-# Two numbers surprise. LoRA without the compiler takes longer than all weights with the same recipes, 0.84× beside 0.69× (0.70× beside 0.66× on the EPYC); why is open. And after the same first update the compiled row of LoRA prints a lower loss than the other one, 3.56 beside 3.82. The compiler joins additions and rounds to 16 bits once, so a tiny update can count that plain bf16 rounds away. With `torch._inductor.config.emulate_precision_casts = True` both agree (tried outside of this page). So compare the loss of a compiled run only with that of another one.
-#
-# **Bytes are the same everywhere, times are not.** On an AMD EPYC ([recorded](../benchmarks/results)) this page has the same bytes, and adapters gain less from the compiler: *LoRA, compiled* takes 0.68× there, *everything combined* 0.73×, and *QLoRA* 0.74×. All weights are as here: 0.51× and 0.96×. So look at your own.
+# **Bytes are the same everywhere, times are not**: look at your own.
 #
 # Each loss is of one run of three steps with four texts, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming do not carry over to a GPU: here the disk is in free memory.
 #
