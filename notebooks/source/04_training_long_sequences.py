@@ -497,7 +497,7 @@ print(diagnosis.check())
 print("\n".join(diagnosis.lines))
 
 # %% [markdown]
-# *QLoRA* in tiles, without an offload, fits here: 32K lies between the second length of its entry (27K) and the third, and needs no host memory. So try tiles alone before the offload. In code: `model = apply_qlora(model, compute_dtype=torch.bfloat16)`, then the five lines without `offload_activations`, in the loop above. (The doctor has checked *LoRA* with the step itself, and its command trains *LoRA* without chunks, tiles or offload: it does not fit at this length.)
+# *QLoRA* fits here without tiles and without an offload: 32K lies below the second length of its entry (34K). In code: `model = apply_qlora(model, compute_dtype=torch.bfloat16)`, then the chunked loss and the checkpoints, in the loop above. (The doctor has checked *LoRA* with the step itself, and its command trains *LoRA* without chunks, tiles or offload: it does not fit at this length.)
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->

@@ -961,7 +961,7 @@ for card in ("T4", "RTX 4090", "H100"):
 # | card | train 8 billion |
 # |---|---|
 # | 16 GB, T4 | QLoRA, in fp16 |
-# | 24 GB | LoRA on a base in 16 bits, 20.4 GiB; for longer rows QLoRA with a loss in chunks, 10.8 GiB |
+# | 24 GB | LoRA on a base in 16 bits, 20.4 GiB; for longer rows QLoRA with a loss in chunks, 9.7 GiB |
 # | 80 GB | LoRA, as on 24 GB; all weights only in 16 bits, one row at a time |
 # | 2 × 80 GB, by arithmetic | all weights in fp32, 16 bytes for each: 8 · 16 = 128 GB in two halves ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) |
 #
