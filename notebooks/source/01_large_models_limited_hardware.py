@@ -281,11 +281,11 @@ timeline_chart(
 )
 
 # %% [markdown]
-# **The answer.** Apart from two short bumps around the loss it falls until the embedding copies make the second tower: backward frees more activations than it makes gradients. (The curve counts the logarithms of the probabilities as activations. *Other* are their gradients, those of the logits, and embedding copies.)
+# **The answer.** Apart from one short bump just after the loss it falls until the embedding copies make the second tower: backward frees more activations than it makes gradients. (The curve counts the logarithms of the probabilities as activations. *Other* are their gradients, those of the logits, and embedding copies.)
 #
 # **Part A** attacks the first tower, which grows with the tokens. In the prints it is called *backward begins* or *forward ends*. **Part B** attacks the second one, and the ground of both: weights and states.
 #
-# All bytes here are those of tensors. On a GPU leave a fifth more for holes between them, and half a GiB for CUDA itself: a rule of thumb, which no card has checked here.
+# All bytes here are those of tensors. On a GPU leave a fifth more for holes between them, and half a GiB for CUDA itself: a rule of thumb; `torch.cuda.max_memory_reserved()` shows what it is on yours.
 #
 # Each idea is tried on two narrow blocks first. Its gradients are compared with those of the plain step, and with those of the library.
 
@@ -370,7 +370,7 @@ accumulated = build(step=accumulated_step)
 ladder.climb("gradient accumulation", accumulated, group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** No, by 29 %. *Activations* and *other* do fall to a quarter, 2,125 → 532 MiB. Weights and states stay, 1,539 MiB, and all gradients wait while the next forward runs, 513.
+# **The answer.** No, by 29 %. *Activations* and *other* together fall to a quarter, 2,125 → 532 MiB. Weights and states stay, 1,539 MiB, and all gradients wait while the next forward runs, 513.
 #
 # **In your code.** The 40 % above are of four short texts with answers of very unequal lengths; where all micro-batches have as many answer tokens, the popular loop is right. The Trainer divides right since transformers 4.46. A loop of your own passes `num_items_in_batch`.
 #
@@ -416,7 +416,7 @@ print("by hand and by both libraries: the same gradients, to the last bit")
 ladder.climb("activation checkpointing", build(checkpointing), group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** About 6 %, 84 of 1,476 MiB: of the printed 300, 216 are logarithms of the logits. The peak falls by 38 %, and most of what is left of the tower are the logits.
+# **The answer.** About 6 %, 84 of 1,476 MiB: of the printed 300, 216 are logarithms of the logits. The peak falls by 38 %. Of the 732 MiB that are left above weights and states, 648 are logits.
 #
 # **The logits, too.** Those of a few hundred tokens give their part of the loss and of the gradients, and are freed. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand. PyTorch has it as `F.linear_cross_entropy`; ours is one call for a whole model.
 #
@@ -445,7 +445,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. (It has one embedding copy less: now the second gradient is added into the first one.) **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (before transformers 5 `gradient_checkpointing`) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
+# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. (It has one embedding copy less: now the second gradient is added into the first one.) **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
 #
 # ### 3. Activation offloading
 #
@@ -471,7 +471,7 @@ offloaded = build(step=offloaded_step)
 ladder.climb("activation offloading", offloaded, group="in 32 bits")
 
 # %% [markdown]
-# **The answer.** Yes, by 2 MiB, and now the second tower is the peak. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits.
+# **The answer.** Yes, by 2 MiB, and now the second tower is the peak. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. (On the H100 [below](#Notebook-01-on-a-GPU) offloading is the higher one, and takes three times as long: which wins depends on the shape.)
 #
 # **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`.
 #
@@ -515,7 +515,7 @@ in_16_bits = {"group": "in 16 bits, as far as native"}
 ladder.climb("mixed precision", build(step=step_in_16_bits), **in_16_bits)
 
 # %% [markdown]
-# **The answer.** By far less: 1,693 → 1,480 MiB. Norms keep what they read in fp32, and the 16-bit copies of inputs and weights wait for backward, too. Mixed precision is a recipe for time.
+# **The answer.** By far less: 1,693 → 1,480 MiB. Norms keep what they read in fp32, and the 16-bit copies of inputs and weights wait for backward, too. On this model it is a recipe for time; on the H100 below it also saves 22 %.
 #
 # **In your code.** bf16 has the range of fp32 and few digits. fp16, the only fast one on a T4, turns small gradients into zeros, unless a `GradScaler` multiplies the loss first. `mixed_precision()` chooses for this machine.
 #
@@ -804,7 +804,7 @@ on_4_bits = build(qlora, recipe_2, step=step_in_16_bits)
 ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 
 # %% [markdown]
-# **The answer.** No, by 1 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding: 108 of these 179. The loss makes a copy of it in 16 bits, and what enters each block has 32 bits, too. *Everything combined* below keeps it in 16 bits. In Llama 3.1 8B embedding and output layer have 1.05 billion numbers: 3.9 GiB in 32 bits, and half of that in 16.
+# **The answer.** No, by 1 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding: 108 of these 179. The loss makes a copy of it in 16 bits, and what enters each block has 32 bits, too. *Everything combined* below keeps it in 16 bits. On the H100 below *QLoRA* takes a little more than *LoRA*, for the same reason. In Llama 3.1 8B embedding and output layer have 1.05 billion numbers: 3.9 GiB in 32 bits, and half of that in 16.
 #
 # **In your code.** Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room. To keep the embedding in 16 bits, leave `prepare_model_for_kbit_training` out, load with `dtype=torch.bfloat16`, and switch on checkpoints with `use_reentrant=False`. (With `True` the first block gets a gradient only after `model.enable_input_require_grads()`.) On CPUs with AVX512-BF16 call `model.train()` before the first forward: one in evaluation mode makes bitsandbytes repack the weights for a kernel without a backward. `check_gradient_flow` sees both: a first block without a gradient, and a forward without a backward.
 #
@@ -859,7 +859,7 @@ take_turns()
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights, 125 of 252 MiB: 54 are the embedding in 16 bits.
+# **The answer.** The weights, 125 of 252 MiB: 54 are the embedding in 16 bits. (Its untrained loss is 4.12, that of *QLoRA* 4.01: here what is not packed has 16 bits, and weights had 16 before they were packed.)
 #
 # ## Does it still learn?
 #
@@ -892,6 +892,7 @@ losses = {
         recipe_2, optimizer_of=partial(in_8_bits, lr=5e-5), step=in_one_go
     ),
     "LoRA, compiled": trained(to_16_bits, lora, recipe_2, optimizer_of=for_adapters),
+    "QLoRA": trained(qlora, recipe_2, optimizer_of=for_adapters),
     "everything combined": trained(*combined, optimizer_of=for_adapters),
 }
 print(
@@ -911,13 +912,13 @@ for name in ("QLoRA", "LoRA, compiled"):
 # %% [markdown]
 # With room for 2,579 MiB take *16 bits, compiled, chunked loss*: it trains all weights in half the time. With 1,091 take *8-bit AdamW in backward, compiled*. With 402 take *LoRA, compiled*, and with 252 *everything combined*.
 #
-# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: the last two rows differ by the four bits alone, which save 37 % for 6 % more time. Their other price is the loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 16 GiB for eight.
+# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: the last two rows differ by the four bits alone, which save 37 % for 6 % more time. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 16 GiB for eight.
 #
 # **Bytes are the same everywhere, times are not**: look at your own.
 #
 # Each loss is of one run of three steps with four texts, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Times of 8-bit AdamW, offloading and streaming do not carry over to a GPU: here the disk is in free memory.
 #
-# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below. Bytes are as predicted to 0.01 %, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less than expected. Its times are another ladder than a CPU's: with compiled blocks all weights take 0.11 s, or 0.18 s with the least memory, where the baseline takes 0.33 s, and 8-bit states cost no time. Slow there is what goes to the host.
+# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted on fake tensors to 0.01 %, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less than expected. The equation in closed form is 10 % too low for this baseline: in fp32 with shared heads this card's attention keeps all scores, so take *full* in the next table as a lower bound. Slow there is offloading, 3.64×. 8-bit states cost 11 % more time, and streaming 14 % more than *QLoRA*.
 #
 # <!-- numbers:gpu-01 -->
 # ### Notebook 01 on a GPU
@@ -951,7 +952,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # ## What fits your card
 #
-# The same equation, for three sizes of Llama on one text of 2,048 tokens. All four ways have checkpoints and a loss in chunks. *Full* trains all weights, in 32 bits, with 8-bit AdamW in backward. The others train adapters of rank 16 on a base in 16 bits, in four bits, or in four bits with two blocks at a time on the card.
+# The same equation, for three sizes of Llama on one text of 2,048 tokens. All four ways have checkpoints and a loss in chunks. *Full* trains all weights, kept and multiplied in 32 bits, with 8-bit AdamW in backward. The others train adapters of rank 16 on a base in 16 bits, in four bits, or in four bits with two blocks at a time on the card.
 
 # %%
 from dataclasses import replace
@@ -959,7 +960,7 @@ from dataclasses import replace
 from recipes_lib.core.predict import equation
 
 GIB = 2**30
-CARDS = (8, 16, 24, 80)  # GiB
+CARDS = (8, 12, 16, 24, 32, 48, 80)
 
 
 def room(card):
@@ -1065,7 +1066,7 @@ for remedy in diagnosis.remedies:
 print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 
 # %% [markdown]
-# The line with the optimizer offload fits the card, and is passed over: look at what it asks of the host. Lines without adapters train all weights in bf16, of which recipe 7 warns.
+# The line with the optimizer offload fits the card, and is passed over: look at what it asks of the host. Lines without adapters train all weights in bf16, whose updates need stochastic rounding (recipe 7). The line of QLoRA is without checkpoints.
 #
 # ## Take this home
 #
@@ -1074,10 +1075,11 @@ print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 # %%
 from trl import SFTConfig, SFTTrainer
 
+others = bytes_alive()  # of earlier cells
 source = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")  # of the hub, or a folder
 settings = SFTConfig(
     output_dir="runs/take-away",
-    max_steps=1,  # to see that it runs: leave it out
+    max_steps=1,  # to see that it runs; without it: three epochs
     per_device_train_batch_size=2,
     gradient_accumulation_steps=2,  # recipe 1
     activation_checkpointing=True,  # recipe 2, and TRL's loss is in chunks
@@ -1108,7 +1110,7 @@ for weight in trainer.model.parameters():
 with PeakMemory() as memory:
     trainer.train()
 trainer.save_model()  # the adapters
-print(f"peak of tensors: {mib(memory.peak)}")
+print(f"peak of tensors: {mib(memory.peak - others)}")
 del trainer
 
 # %% [markdown]
@@ -1135,11 +1137,14 @@ ladder.note(
     equation_off=equation_off,
 )
 assert dry_peak == baseline.predicted_bytes, "the ladder predicts as we did"
+# A GPU's compiler keeps less than the prediction expects.
+close = 0.005 if device == "cpu" else 0.05
 for row in ladder.rows:
-    assert abs(row.prediction_error) < 0.005, f"{row.name} as predicted"
+    assert abs(row.prediction_error) < close, f"{row.name} as predicted"
 assert naive_error > 0.01, "the popular accumulation trains something else"
 if not fast():  # in models as small as those of FAST mode, what is left out counts
-    assert equation_off < 0.01, "the equation agrees"
+    # In fp32 a GPU's attention keeps all scores, which the equation leaves out.
+    assert equation_off < 0.01 or device != "cpu", "the equation agrees"
     assert max(losses.values()) < untrained, "all learn"
     least = min(row.peak_bytes for row in ladder.rows)
     assert ladder["everything combined"].peak_bytes == least, "it is the smallest"

@@ -243,7 +243,8 @@ class Remedies:
         adapters = bool(set(ADAPTERS).intersection(stack))
         step = self._plain(1 if in_parts else self.question.own_rows, length, adapters)
         if adapters:
-            step = equation.with_adapters(step, rank=RANK, copies="QLoRA" not in stack)
+            copies = "QLoRA" not in stack or self.question.card is None
+            step = equation.with_adapters(step, rank=RANK, copies=copies)
         tile = max(self.question.model.config.get_text_config().hidden_size, LEAST_TILE)
         options = {"FSDP": {"ranks": self.question.gpus}, "tiled MLP": {"tile": tile}}
         for name, change in CHANGES.items():
@@ -258,7 +259,8 @@ class Remedies:
         """The step without remedies; under adapters the base is as it would be loaded for them."""
         model = self._in_16_bits if adapters else self.question.model
         step = equation.plain_step(model, rows=rows, length=length)
-        if self.question.card.capability >= FLASH:
+        card = self.question.card
+        if card is not None and card.capability >= FLASH:
             step = equation.on_flash_attention(step)
         return step
 
