@@ -290,7 +290,7 @@ for which in ("all switches", "five lines"):
 del model, step, optimizer, memory  # what is alive would be counted below
 
 # %% [markdown]
-# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and 13.5 against 13.3 seconds is no difference to rely on: use them when memory runs out, and not before. What goes to disk is probably still in the system's page cache here, so the price of a slow disk is in no number of this page. The losses are the same to four decimals.
+# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and 13.5 against 13.3 seconds is no difference to rely on: use them when memory runs out, and not before. (The price of a slow disk is in no number of this page.) The losses are the same to four decimals.
 #
 # **Where do the bytes go?** `predict` takes the step of 8,192 tokens on tensors that have a shape and no data, and keeps account of every byte:
 
@@ -924,7 +924,7 @@ print(
 )
 
 # %% [markdown]
-# We found no switch for it in transformers, TRL, Axolotl, Unsloth or DeepSpeed: they offload the inputs instead, which is the next recipe. *Not when* the inputs fit into host memory.
+# No library has it: they offload the inputs instead, which is the next recipe. *Not when* the inputs fit into host memory.
 #
 # ### 6. Offloaded inputs
 #
@@ -1055,7 +1055,7 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# *Time* is that of the blocks against SDPA, all in fp32, with both single rounds in brackets: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints add nearly two more forwards. The five lines above were whole steps in bf16, with tiles of 1,024 tokens; here they have 256.
+# *Time* is that of the blocks against SDPA, all in fp32, with both single rounds in brackets: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints add nearly two more forwards. Tiles have 256 tokens here.
 
 # %%
 title = f"The five lines: {longest / switches:.1f} times as long as all switches"
@@ -1099,17 +1099,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 # *NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, transformers 5.23.0, 2026-11-26. PyTorch's allocator got 23.15 GiB, what an RTX 4090 leaves beside CUDA's context. One step each, with random weights. Measured: the peak of what the allocator gave out. Predicted: the same step on tensors without data, with what the allocator adds, by 2026-11-26's code.*
 # <!-- end -->
 #
-# **By others.** They have measured on cards, and said how. We predicted each published step for its card, in its setting and in full size, on a CPU. Their code is not ours. These are the longest with one card; [predictions.md](../docs/predictions.md) has all of them, and what was guessed of their settings:
-#
-# <!-- numbers:long_texts_elsewhere-04 -->
-# | measured by others | card | tokens | measured, GiB | predicted, GiB | difference |
-# |---|---|--:|--:|--:|--:|
-# | [torchtune](https://github.com/pytorch/torchtune/blob/a9ea6d5bf023ebebca7a8ec7981099b03696c67a/README.md): 3B, and loss in chunks | A100-80GB | 8,192 | 42.9 | 41.2 | -4% |
-# | [torchtune](https://github.com/pytorch/torchtune/blob/a9ea6d5bf023ebebca7a8ec7981099b03696c67a/README.md): 3B, and checkpoints | A100-80GB | 8,192 | 24.9 | 25.2 | +1% |
-# | [torchtune](https://github.com/pytorch/torchtune/blob/a9ea6d5bf023ebebca7a8ec7981099b03696c67a/README.md): 3B, and offload | A100-80GB | 8,192 | 21.8 | 21.9 | +0% |
-# | [transformers and PEFT, by Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks): 8B, QLoRA, 24 GB, 5,789 tokens | RTX 4090 | 5,789 | 23.6 | 23.2 | -2% |
-# | [transformers and PEFT, by Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks): 8B, QLoRA, 80 GB, 28,454 tokens | A100-80GB | 28,454 | 79.1 | 79.6 | +1% |
-# <!-- end -->
+# **By others.** We predicted steps that others have published for their cards, in their settings and in full size, on a CPU. Their code is not ours: [predictions.md](../docs/predictions.md#peaks-that-others-have-published) has all of them, how far each is off, and what was guessed of their settings.
 #
 # **Recipe after recipe** has been measured by [ArcticTraining](https://github.com/snowflakedb/ArcticTraining/tree/2771b4b1b9c8cbb54895ccb940dcaa76d33bf7ef/projects/sequence-parallelism) for all weights of Llama 3.1 8B on one H200, with weights and optimizer on the host. Each of its four files says how much of the card was in use. The equation, within the same bytes:
 #
