@@ -211,7 +211,7 @@ def keep_run(path: Path, *, folder: Path | None = None, cut: str = "") -> Path:
     run = json.loads(path.read_text(encoding="utf-8"))
     if cut:
         run["cut"] = cut
-        run["rows"] = [row for row in run["rows"] if not _without_turns(row, run["rows"])]
+        run["rows"] = _without_first_impressions(run["rows"])
     if run["fast"] and folder is None:
         raise ValueError(f"{path} was measured with RECIPES_FAST=1: run it in full size first")
     if not run.get("complete", True):
@@ -223,12 +223,10 @@ def keep_run(path: Path, *, folder: Path | None = None, cut: str = "") -> Path:
     return keep(notebook, run, facts=run, folder=folder)
 
 
-def _without_turns(record: Record, rows: list[Record]) -> bool:
-    """Whether a record is the ratio of a row that has not had its turns."""
-    own = [
-        each["value"] for each in rows if (each["row"], each["metric"]) == (record["row"], "turns")
-    ]
-    return record["metric"] == "ratio" and own == [0]
+def _without_first_impressions(rows: list[Record]) -> list[Record]:
+    """The records of a ladder less the ratios of those rows that have not had their turns."""
+    waiting = {row["row"] for row in rows if (row["metric"], row["value"]) == ("turns", 0)}
+    return [row for row in rows if row["metric"] != "ratio" or row["row"] not in waiting]
 
 
 # --- read ---------------------------------------------------------------------------------------

@@ -87,3 +87,19 @@ def test_small_sizes_and_runs_that_were_cut_are_not_recorded(tmp_path, content, 
     path = written(tmp_path, "distillation", content, **facts)
     with pytest.raises(ValueError, match=why):
         record.keep_run(path)
+
+
+def test_a_cut_run_keeps_what_it_measured(tmp_path):
+    """The mistakes: all is lost; a time without turns is compared; a page does not say it."""
+    measured = {"turned": (2, 0.5), "waiting": (0, 0.9)}
+    rows = []
+    for name, (turns, ratio) in measured.items():
+        for metric, value in (("turns", turns), ("ratio", ratio), ("peak_bytes", 10)):
+            rows.append({"row": name, "metric": metric, "value": value, "unit": ""})
+    path = written(tmp_path, "01_large", {"rows": rows})
+    record.keep_run(path, folder=tmp_path, cut="time was up")
+    found = record.newest("01", folder=tmp_path)
+    assert found.rows["turned"]["ratio"] == 0.5
+    assert "ratio" not in found.rows["waiting"]
+    assert found.rows["waiting"]["peak_bytes"] == 10
+    assert found.facts["cut"] == "time was up"

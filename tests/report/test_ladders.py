@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.marks import COMPILED, mark
 from recipes_lib.core.ranks.run_result import RankRun
 from recipes_lib.report.ladder import Row
 from recipes_lib.report.ladders import edge, speed
@@ -58,7 +59,7 @@ def test_climb_measures_what_was_predicted(capsys):
 
 
 def test_states_come_before_the_measured_step():
-    """The mistakes: states that are missing in it, or of frozen weights; weights that moved."""
+    """The mistakes: states missing in it, or of frozen weights; weights that moved; a compiler."""
 
     def step(model, optimizer):
         taken.append(bool(optimizer.state))
@@ -66,8 +67,9 @@ def test_states_come_before_the_measured_step():
         optimizer.step()
         return 1.0
 
-    def build(optimizer_of):
+    def build(optimizer_of, compiled):
         model = torch.nn.Linear(2, 2)
+        mark(model, COMPILED, compiled)
         model.bias.requires_grad_(False)
         weights.append((model.weight, model.weight.detach().clone()))
         return model, optimizer_of(model.parameters()), step
@@ -79,9 +81,14 @@ def test_states_come_before_the_measured_step():
         def step(self):
             self.state["made"] = self.param_groups[0]["lr"]
 
-    for optimizer_of, steps in ((torch.optim.AdamW, 0), (OfItsOwn, 1)):
+    adamw = torch.optim.AdamW
+    for optimizer_of, compiled, steps in (
+        (adamw, False, 0),
+        (adamw, True, 1),
+        (OfItsOwn, False, 1),
+    ):
         taken, weights = [], []
-        ready = ReadyStep(partial(build, optimizer_of))
+        ready = ReadyStep(partial(build, optimizer_of, compiled))
         assert len(taken) == steps and len(ready.optimizer.state) == 1
         assert torch.equal(*weights[0])
         assert ready.optimizer.param_groups[0]["lr"] > 0

@@ -13,12 +13,12 @@ from recipes_lib.workflows.out_of_memory_doctor.longest_texts import (
 
 
 def test_the_step_itself_fills_the_card_at_the_longest_text():
-    """The mistake: adapters that compute in 32 bits, or tiles of another size than the recipe's."""
+    """The mistakes: adapters in 32 bits, tiles of another size, attention's backward without sums."""
     model = model_of_shape("smollm2-135m", dtype=torch.bfloat16, device="meta")
     step = {"card": "RTX 4090", "stack": (*FIVE_LINES, "QLoRA")}
     longest = longest_text(model, **step)
     assert longest > longest_text(model, card="RTX 4090", stack=(*CHECKPOINTS, "QLoRA"))
-    assert share_of_memory(model, longest, **step) == pytest.approx(1, abs=0.08)
+    assert share_of_memory(model, longest, **step) == pytest.approx(1, abs=0.03)
 
 
 def test_no_text_fits_where_the_weights_are_too_much():

@@ -39,6 +39,7 @@ MIB = 2**20
 GIB = 2**30
 
 CONTEXT = 500 * MIB  # of CUDA, outside of PyTorch's allocator: 300 to 500 MiB, by card and driver
+MODERN = (8, 0)  # the least capability of a card that has bf16 and FlashAttention
 WIDEST_FLASH_HEAD = 256
 FLASH_ALIGNED = 8  # elements of a head
 
@@ -156,7 +157,7 @@ def _attention_that_card_chooses(capability: tuple[int, int]) -> Callable[..., t
             options = {"scale": scale}
             half = q.dtype in (torch.float16, torch.bfloat16)
             head = q.shape[-1]
-            if half and attn_mask is None and capability >= (8, 0) and head <= WIDEST_FLASH_HEAD:
+            if half and attn_mask is None and capability >= MODERN and head <= WIDEST_FLASH_HEAD:
                 if scale is None:
                     options["scale"] = head**-0.5
                 missing = -head % FLASH_ALIGNED

@@ -12,6 +12,7 @@ import torch
 from recipes_lib.core.measure import bytes_alive, measure, timed
 from recipes_lib.core.measure.machine import machine
 from recipes_lib.core.measure.timeline import Timeline, record_timeline
+from recipes_lib.core.model.marks import COMPILED, any_marked
 from recipes_lib.core.predict import Build, Prediction, predict
 from recipes_lib.report.charts.bars import Bars
 from recipes_lib.report.ladder import RATIO, TIME, Column, Ladder, Row, ranges_of, same_to
@@ -82,8 +83,7 @@ def _make_states(optimizer: Any) -> None:
 
 def _is_compiled(model: Any) -> bool:
     """The first step compiles, and that is no part of the one that is measured."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return any(module._compiled_call_impl is not None for module in modules)
+    return isinstance(model, torch.nn.Module) and any_marked(model.modules(), COMPILED)
 
 
 class MemoryLadder(Ladder):

@@ -43,7 +43,7 @@ from recipes_lib.core.measure.machine import GIB, machine
 from recipes_lib.core.model.causal_lm import require_causal_lm, without_adapters
 from recipes_lib.core.model.recurrence_kernels import slow_recurrence
 from recipes_lib.core.predict import Card
-from recipes_lib.core.predict.card import card_named, cards_sold_with
+from recipes_lib.core.predict.card import MODERN, card_named, cards_sold_with
 from recipes_lib.core.predict.flops import step_operations
 from recipes_lib.memory.optimizer_offload import host_bytes
 from recipes_lib.workflows.out_of_memory_doctor.message import GPUS, Message, read_message
@@ -61,7 +61,6 @@ from recipes_lib.workflows.out_of_memory_doctor.remedies import (
     readable,
 )
 
-MODERN = (8, 0)  # compute capability of a device of which only the memory is said
 COLUMNS = 80  # of a terminal that nobody has made wider
 COMPARED = ("llama", "mistral", "qwen2", "qwen3")  # with steps on tensors without data
 LONG = 32_768  # tokens of a row, for which attention is worth a recipe of its own
@@ -258,6 +257,7 @@ def _card_and_memory(
 
         device = Card(here.name, torch.cuda.get_device_capability(), memory)
     elif model.device.type != "cpu" and (memory_bytes or said):
+        # Of a device of which only the memory is said.
         device = Card(f"a GPU of {readable(memory)}", MODERN, memory)
     else:
         return None, FILLED * memory

@@ -26,11 +26,11 @@ from recipes_lib.core.measure.machine import GIB
 from recipes_lib.core.model.bytes_of_tensors import parts_needed
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.predict import Card, equation
+from recipes_lib.core.predict.card import MODERN
 from recipes_lib.memory.optimizer_offload import host_bytes
 
 MIB = 2**20
 RANK = 16  # of adapters
-FLASH = (8, 0)  # the least capability of a card that has FlashAttention
 CLOSER = 0.95
 # Of what is left beside CUDA's own context: holes between tensors take the rest.
 FILLED = 0.95
@@ -260,7 +260,7 @@ class Remedies:
         model = self._in_16_bits if adapters else self.question.model
         step = equation.plain_step(model, rows=rows, length=length)
         card = self.question.card
-        if card is not None and card.capability >= FLASH:
+        if card is not None and card.capability >= MODERN:
             step = equation.on_flash_attention(step)
         return step
 
