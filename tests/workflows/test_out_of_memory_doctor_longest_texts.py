@@ -13,7 +13,7 @@ from recipes_lib.workflows.out_of_memory_doctor.longest_texts import (
 
 
 def test_the_step_itself_fills_the_card_at_the_longest_text():
-    """The mistakes: adapters in 32 bits, tiles of another size, attention's backward without sums."""
+    """The mistakes: adapters in 32 bits, tiles of another size, no sums of attention's backward."""
     model = model_of_shape("smollm2-135m", dtype=torch.bfloat16, device="meta")
     step = {"card": "RTX 4090", "stack": (*FIVE_LINES, "QLoRA")}
     longest = longest_text(model, **step)

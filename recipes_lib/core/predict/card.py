@@ -43,6 +43,8 @@ MODERN = (8, 0)  # the least capability of a card that has bf16 and FlashAttenti
 WIDEST_FLASH_HEAD = 256
 FLASH_ALIGNED = 8  # elements of a head
 
+AUTOCAST_IS_ON = torch.is_autocast_enabled  # as PyTorch has it
+
 # Functions that autocast computes in fp32 on a GPU, and in 16 bits on a CPU.
 IN_FP32 = ("layer_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "group_norm")
 
@@ -243,13 +245,11 @@ def _as_autocast_gives_it(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-AUTOCAST_IS_ON = torch.is_autocast_enabled
-
-
 def _autocast_is_on(device_type: str = "cpu") -> bool:
-    """`torch.is_autocast_enabled`, whose default is a GPU, which the dry run has on the CPU.
+    """Whether autocast is on for a device; by default for the card, which is the CPU here.
 
-    peft asks so, and makes copies in fp32 of what its layers read where autocast is not on.
+    PyTorch's own default is a GPU. peft asks so, and where autocast is not on, its layers make
+    copies in fp32 of what they read.
     """
     return AUTOCAST_IS_ON(device_type)
 

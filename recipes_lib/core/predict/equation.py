@@ -59,7 +59,7 @@ class Sizes:
     tile: int  # t, tokens that an MLP sees at a time: all, or some
     norms_in_tiles: bool = False
     frozen: bool = False  # adapters train, and not the weights of the model
-    copies: bool = True  # if so, adapters read what they read in fp32
+    copies: bool = True  # adapters read copies in fp32
     normed: int = 0  # numbers per token that norms of queries and keys read, as in Qwen3
     sums: int = 0  # bytes in which the backward of a GPU's attention adds up
 
