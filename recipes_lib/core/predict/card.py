@@ -8,8 +8,8 @@ rules, and each is the operator itself, of which PyTorch knows shapes without a 
     attention                FlashAttention for 16 bits without a mask on capability 8.0 and later,
                              with the memory of its backward, else memory-efficient attention, else
                              the table of all scores
-    autocast                 norms, softmax and losses in fp32; who asks without naming a device
-                             whether it is on asks of the GPU
+    autocast                 norms, softmax and losses in fp32; a library that asks whether it is
+                             on, and names no device, means the GPU
     products                 two workspaces of cuBLAS, one for each thread that multiplies
 
 Not covered: cuDNN's attention, kernels of Triton and bitsandbytes with memory of their own, a
