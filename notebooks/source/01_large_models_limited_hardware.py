@@ -436,9 +436,13 @@ in_chunks = apply_chunked_cross_entropy(copy.deepcopy(small))
 assert torch.allclose(gradients_of(in_chunks), right, atol=1e-6)
 
 
+# By default it proves itself on every model. Each row compares its loss, so there it need not.
+chunked_loss = partial(apply_chunked_cross_entropy, check=False)
+
+
 def recipe_2(model):
     """Checkpoints around the blocks, and a loss in chunks."""
-    return apply_chunked_cross_entropy(checkpointing(model))
+    return chunked_loss(checkpointing(model))
 
 
 ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits")
@@ -560,7 +564,7 @@ ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits)
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: here, after recipe 7, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**. The baseline takes part each time, and a row is compared with its turns there. In brackets stands the range: of the seconds, and of the ratios turn by turn.
+# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: here, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**. The baseline takes part each time, and a row is compared with its turns there. In brackets stands the range: of the seconds, and of the ratios turn by turn.
 
 # %%
 from recipes_lib.report.ladder import RATIO, TIME, cell
@@ -686,7 +690,6 @@ for name, optimizer_of in fewer_bits.items():
     optimizer_of = partial(optimizer_of, lr=2e-5)
     shrunk = build(recipe_2, optimizer_of=optimizer_of, step=step_in_16_bits)
     ladder.climb(name, shrunk, **on_lean)
-take_turns()
 
 # %% [markdown]
 # **The answer.** Rounded to nearest, it never falls, and no error says so. So `sixteen_bit_adamw` rounds *stochastically*: to one of the two neighbours at random, to the nearer one more often, which is right on average. Weights in 16 bits need the same ([`bf16_adamw`](../recipes_lib/precision/pure_bf16.py)).
@@ -819,7 +822,7 @@ from recipes_lib.memory.layer_streaming import apply_layer_streaming
 
 # It has checkpoints of its own.
 streaming = partial(apply_layer_streaming, to=elsewhere)
-streamed = build(qlora, apply_chunked_cross_entropy, streaming, step=step_in_16_bits)
+streamed = build(qlora, chunked_loss, streaming, step=step_in_16_bits)
 ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"})
 
 # %% [markdown]
@@ -843,12 +846,13 @@ fast_row = "16 bits, compiled, chunked loss"
 whole_row = "8-bit AdamW in backward, compiled"
 
 # Blocks are compiled before checkpointing, which stays outside.
-lean = (compiled, apply_activation_checkpointing, apply_chunked_cross_entropy)
+checkpointed = partial(apply_activation_checkpointing, check=False)
+lean = (compiled, checkpointed, chunked_loss)
 in_8_bits = partial(
     apply_optimizer_in_backward, optimizer_class=bitsandbytes.optim.AdamW8bit, lr=2e-5
 )
 combinations = {
-    fast_row: build(compiled, apply_chunked_cross_entropy, step=step_in_16_bits),
+    fast_row: build(compiled, chunked_loss, step=step_in_16_bits),
     whole_row: build(*lean, optimizer_of=in_8_bits, step=in_one_go),
     "LoRA, compiled": build(to_16_bits, lora, *lean, step=step_in_16_bits),
     "everything combined": build(to_16_bits, qlora, *lean, step=step_in_16_bits),
@@ -887,7 +891,7 @@ untrained = trained(optimizer_of=for_weights, steps=0)
 untrained_packed = trained(*combined, optimizer_of=for_adapters, steps=0)
 losses = {
     "baseline": trained(optimizer_of=for_weights, step=train_step),
-    fast_row: trained(apply_chunked_cross_entropy, optimizer_of=for_weights),
+    fast_row: trained(chunked_loss, optimizer_of=for_weights),
     whole_row: trained(
         recipe_2, optimizer_of=partial(in_8_bits, lr=5e-5), step=in_one_go
     ),

@@ -29,7 +29,7 @@
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# **The five lines**, for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. They are the three calls and the two `with`; `optimizer.step()` comes after both, as in your loop. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.) Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion; for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
+# **The five lines**, for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. They are the three calls and the two `with`; `optimizer.step()` comes after both, as in your loop. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.) Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion (Llama 3.2 1B: [53,000 tokens](#My-card,-my-model,-my-length:-what-do-I-do?), by dry steps); for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
 #
 # ```python
 # from recipes_lib.memory.activation_offload import offload_activations
@@ -136,6 +136,7 @@ cpu = dict(
     rounds=2,  # of turns on the clock
     trained="smollm2",  # the model whose losses say something
     cards=("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"),  # shapes for the cards
+    most=2**20,  # tokens, of a search on a card
 )
 gpu16 = cpu | dict(shape="llama-3.2-1b", layers=4, limit=11 * GIB, common=1024)
 gpu16 |= dict(tile=512, cost=16384, read=65536, window=4096)
@@ -144,7 +145,7 @@ gpu24 = gpu16 | dict(layers=None, limit=14 * GIB)
 brief = cpu | dict(shape="tiny-smollm2", trained="tiny-smollm2", limit=200 * 2**20)
 brief |= dict(common=32, grows=256, tile=16, short=256, long=512, cost=256)
 brief |= dict(few=2, steps=2, read=1024, window=64, rounds=1)
-brief |= dict(cards=("tiny-smollm2",))
+brief |= dict(cards=("tiny-smollm2",), most=512)
 sizes = choose_sizes(cpu=cpu, gpu16=gpu16, gpu24=gpu24, gpu80=gpu24, fast=brief)
 sizes
 
@@ -299,19 +300,19 @@ from recipes_lib.core.predict import predict
 from recipes_lib.report.charts.memory_timeline import timeline_chart
 
 
-def without_data(way):
+def without_data(way, tokens, shape=sizes.shape, layers=sizes.layers):
     """What `predict` builds and takes: a model, its optimizer and a step."""
 
     def build():
-        model = model_of_shape(sizes.shape, layers=sizes.layers)
+        model = model_of_shape(shape, layers=layers)
         step, optimizer = prepare(way, model, lr=2e-5)
-        return model, optimizer, lambda model, optimizer: step(text_of(sizes.grows))
+        return model, optimizer, lambda model, optimizer: step(text_of(tokens))
 
     return build
 
 
-plain_bytes = predict(without_data(plain_way)).timeline
-few_bytes = predict(without_data(five_lines)).timeline
+plain_bytes = predict(without_data(plain_way, sizes.grows)).timeline
+few_bytes = predict(without_data(five_lines, sizes.grows)).timeline
 timeline_chart(
     {"plain": plain_bytes, "the five lines": few_bytes},
     title=f"One step on {sizes.grows:,} tokens: what forward keeps, and the logits, are gone",
@@ -349,7 +350,7 @@ for which, losses in curves.items():
 # %% [markdown]
 # All three learn the same. The five lines differ from the plain steps by less than fp32 does. It is one seed, one rate and 20 steps on texts of 512 tokens, two tiles each; a long training was not compared.
 #
-# To accumulate, hand the loop several texts. As a program, which can resume: [`python scripts/train_long_sequences.py`](../scripts/train_long_sequences.py).
+# To accumulate, hand the loop several texts. As a program, which can resume, for all weights or adapters: [`python scripts/train_long_sequences.py`](../scripts/train_long_sequences.py).
 #
 # **With TRL** (1.16; this configuration was not run here) all but the tiles is a configuration. Its loss is in chunks by default, since 1.7:
 #
@@ -461,6 +462,46 @@ if shares:
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
+# *The block at the top* has weights in fp32 and products in 16 bits. The arithmetic knows one precision at a time, so here dry steps look for the three lengths:
+
+
+# %%
+from recipes_lib.core.predict.any_size import any_size
+from recipes_lib.workflows.longest_sequence import find_longest
+from recipes_lib.workflows.out_of_memory_doctor.remedies import limit_of
+
+
+def with_checkpoints(model):
+    model.activation_checkpointing_enable()
+    return model
+
+
+def longest_on(card, shape, way, start):
+    """By dry steps of two, three and four blocks, from which those of all blocks follow."""
+    blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
+
+    def peak(tokens):
+        build_of = partial(without_data, way, tokens, shape)
+        return any_size(build_of, layers=(2, 3), card=card).peak(layers=blocks)
+
+    limit = int(limit_of(card))
+    options = {"start": start, "most": sizes.most, "resolution": 0.02}
+    return find_longest(peak, limit_bytes=limit, **options).tokens
+
+
+in_stacks = {
+    Way(with_checkpoints, **as_one_trains): 4096,  # where the search begins
+    Way(with_all_switches, **as_one_trains): 16_384,  # whose inputs stay here
+    five_lines: 32_768,
+}
+shape = sizes.cards[0]
+block_at_the_top = [
+    longest_on(CARDS["RTX 4090"], shape, way, min(start, sizes.most))
+    for way, start in in_stacks.items()
+]
+print(f"{shape} in fp32, 24 GB:", " → ".join(f"{each:,}" for each in block_at_the_top))
+
+# %% [markdown]
 # **Before you use an entry:**
 #
 # - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest, and one fitted with 99 % in use, with `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment, which this notebook sets, and your program has to. Buffers of a library come on top, and other kernels have other needs: what others measured with stacks of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
@@ -498,7 +539,7 @@ print(diagnosis.check())
 print("\n".join(diagnosis.lines))
 
 # %% [markdown]
-# (The list is the equation, here 5 % above the dry step that checks it.) *QLoRA* fits here without tiles and without an offload: 32K lies below the second length of its entry (34K). In code: `model = apply_qlora(model, compute_dtype=torch.bfloat16)`, then the chunked loss and the checkpoints, in the loop above. (The doctor has checked *LoRA* with the step itself, and its command trains *LoRA* without chunks, tiles or offload: it does not fit at this length.)
+# (The list is the equation, here 5 % above the dry step that checks it.) The last two lines are the command for the stack that was checked: [the five lines in one flat file](../scripts/train_long_sequences.py), with adapters, on a text of yours. No GPU has run it. *QLoRA* fits without an offload, because 32K lies below the second length of its entry (34K): `--method qlora`, without `--inputs host`.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->

@@ -13,9 +13,11 @@ from transformers import HfArgumentParser
 from recipes_lib.core.data.reminder_task import reminder_pairs
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+LONG = "--text mine.txt --length 32 --save_every 1"
 SMALL = {
     "train_large_model": "--data mine.jsonl --rows 2 --held_out 2 --save_every 1",
-    "train_long_sequences": "--text mine.txt --length 32 --save_every 1",
+    "train_long_sequences": LONG,
+    "train_long_sequences, adapters": f"{LONG} --method qlora --inputs disk",
     "finetune": "--held_out 2 --save_every 1",
 }
 
@@ -45,7 +47,7 @@ def test_two_steps_and_a_resume(name, tmp_path, monkeypatch, capsys):
     pairs = [json.dumps(pair) for pair in reminder_pairs(limit=12)]
     Path("mine.jsonl").write_text("\n".join(pairs))
     Path("mine.txt").write_text("\n".join(pairs))
-    module = script(name)
+    module = script(name.split(",")[0])
     whole = settings(module, SMALL[name], tmp_path / "whole")
     module.main(whole)
     assert "step    2" in capsys.readouterr().out

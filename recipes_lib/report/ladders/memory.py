@@ -11,7 +11,7 @@ import torch
 
 from recipes_lib.core.measure import bytes_alive, measure, timed
 from recipes_lib.core.measure.machine import machine
-from recipes_lib.core.measure.timeline import Timeline, record_timeline
+from recipes_lib.core.measure.timeline import Timeline
 from recipes_lib.core.model.marks import COMPILED, any_marked
 from recipes_lib.core.predict import Build, Prediction, predict
 from recipes_lib.report.charts.bars import Bars
@@ -90,6 +90,7 @@ class MemoryLadder(Ladder):
     """How many bytes and seconds each step takes.
 
     `predictions` and `timelines` hold what was predicted and measured of every row that climbed.
+    Compiled blocks have no timeline of their own: only the allocator knows their bytes.
     """
 
     columns = (
@@ -153,17 +154,15 @@ class MemoryLadder(Ladder):
     def _bytes_of_step(self, name: str, step: ReadyStep) -> dict[str, Any]:
         """What is measured of a step once for its row: its peak, its time and its loss."""
         losses: list[float] = []
-        of_model = {"model": step.model, "optimizer": step.optimizer}
         measured = measure(
             lambda: losses.append(step.step()),
             warmup=0,  # it is warm
             repeats=3 if machine().device == "cuda" else 0,  # on a CPU the account slows it little
-            **of_model,
+            model=step.model,
+            optimizer=step.optimizer,
         ).without(step.alive_before)
-        timeline = measured.timeline
-        if timeline is None:  # compiled blocks have one only where they run as plain ones
-            timeline = record_timeline(step.step, **of_model).without(step.alive_before)
-        self.timelines[name] = timeline
+        if measured.timeline is not None:
+            self.timelines[name] = measured.timeline
         return {
             "peak_bytes": measured.peak_bytes,
             "seconds": measured.seconds,

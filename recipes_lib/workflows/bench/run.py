@@ -113,6 +113,7 @@ class Bench:
         ladder.take_turns(rounds)
         if timeline is not None:
             predicted = {name: each.timeline for name, each in ladder.predictions.items()}
+            shown = predicted | ladder.timelines  # of compiled blocks there is only the prediction
             title = "Memory over one step, without and with the technique"
-            timeline_chart(ladder.timelines, predicted=predicted, title=title).savefig(timeline)
+            timeline_chart(shown, predicted=predicted, title=title).savefig(timeline)
         return ladder

@@ -374,6 +374,12 @@ READY = {
 }
 
 
+# One long text a step: this script has a loss in chunks, tiles and checkpoints.
+LONG_TEXT = """\
+python scripts/train_long_sequences.py --model YOUR_MODEL --text YOURS.txt \\
+  --method {method} --learning_rate 2e-4 --length {length}"""
+LONG_TEXT_METHODS = {(LORA,): "lora", ("QLoRA",): "qlora"}
+
 # Without a model nobody knows which of the recipes is enough.
 NEXT = """Which of them is enough, and with how many bytes, says:
 
@@ -394,14 +400,19 @@ def _lines_that_apply(question: Question, first: Remedy) -> list[str]:
     lines = [RECIPES[name].where for name in first.stack]
     start = "python" if question.gpus == 1 else f"torchrun --nproc-per-node {question.gpus}"
     priced = tuple(name for name in first.stack if name in ("FSDP", *ADAPTERS))
+    lacking = [name for name in first.stack if name not in ("checkpointing", *priced)]
+    one_long_text = question.rows == 1 and question.length >= LONG
+    if lacking and one_long_text and priced in LONG_TEXT_METHODS:
+        command = LONG_TEXT.format(length=question.length, method=LONG_TEXT_METHODS[priced])
+        if "activation offload" in first.stack:
+            command += " --inputs host"
+        return lines + command.splitlines()
     if priced in READY:
         command = READY[priced].format(start=start, length=question.length, rows=question.rows)
         if "finetune" in command and "checkpointing" in first.stack:
             command += " --gradient-checkpointing"
         lines += command.splitlines()
-        lacking = [name for name in first.stack if name not in ("checkpointing", *priced)]
         if "finetune" in command and lacking:
             lines.append(f"# It has no {' and no '.join(lacking)}.")
-            lines.append("# Where memory runs out, apply the lines above in a loop of your own,")
-            lines.append("# as scripts/train_long_sequences.py does.")
+            lines.append("# Where memory runs out, apply the lines above in a loop of your own.")
     return lines
