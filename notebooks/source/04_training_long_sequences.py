@@ -29,7 +29,7 @@
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
 # <!-- end -->
 #
-# **The five lines**, for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. They are the three calls and the two `with`; `optimizer.step()` comes after both, as in your loop. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.) Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion (Llama 3.2 1B: [53,000 tokens](#My-card,-my-model,-my-length:-what-do-I-do?), by dry steps); for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
+# **The five lines**, for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. They are the three calls and the two `with`; `optimizer.step()` comes after both, as in your loop. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.) Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion (Llama 3.2 1B: [50,500 tokens](#My-card,-my-model,-my-length:-what-do-I-do?), by dry steps); for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
 #
 # ```python
 # from recipes_lib.memory.activation_offload import offload_activations
@@ -136,7 +136,7 @@ cpu = dict(
     rounds=2,  # of turns on the clock
     trained="smollm2",  # the model whose losses say something
     cards=("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"),  # shapes for the cards
-    most=2**20,  # tokens, of a search on a card
+    most=2**20,  # tokens, of a dry step on a card
 )
 gpu16 = cpu | dict(shape="llama-3.2-1b", layers=4, limit=11 * GIB, common=1024)
 gpu16 |= dict(tile=512, cost=16384, read=65536, window=4096)
@@ -145,7 +145,7 @@ gpu24 = gpu16 | dict(layers=None, limit=14 * GIB)
 brief = cpu | dict(shape="tiny-smollm2", trained="tiny-smollm2", limit=200 * 2**20)
 brief |= dict(common=32, grows=256, tile=16, short=256, long=512, cost=256)
 brief |= dict(few=2, steps=2, read=1024, window=64, rounds=1)
-brief |= dict(cards=("tiny-smollm2",), most=512)
+brief |= dict(cards=("tiny-smollm2",), most=256)
 sizes = choose_sizes(cpu=cpu, gpu16=gpu16, gpu24=gpu24, gpu80=gpu24, fast=brief)
 sizes
 
@@ -291,7 +291,7 @@ for which in ("all switches", "five lines"):
 del model, step, optimizer, memory  # what is alive would be counted below
 
 # %% [markdown]
-# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and 13.5 against 13.3 seconds is no difference to rely on: use them when memory runs out, and not before. (The price of a slow disk is in no number of this page.) The losses are the same to four decimals.
+# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and cost at most the 7 % between 13.3 and 14.2 seconds (in another run of today 1 %): use them when memory runs out, and not before. (The price of a slow disk is in no number of this page.) The losses are the same to four decimals.
 #
 # **Where do the bytes go?** `predict` takes the step of 8,192 tokens on tensors that have a shape and no data, and keeps account of every byte:
 
@@ -397,7 +397,7 @@ for which, losses in curves.items():
 # Each entry of the table below has three lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with **all five lines**. Two ways to train:
 #
 # - *all weights*, in 16 bits. The optimizer takes its step inside of backward. That spares the gradients of all weights, and allows no clipping;
-# - *QLoRA*: a base of 4 bits with small adapters. Load with `dtype=torch.bfloat16` in place of `torch.float32`, then `model = apply_qlora(model, compute_dtype=torch.bfloat16)`, then the five lines ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)).
+# - *QLoRA*: a base of 4 bits with small adapters. Load with `dtype=torch.bfloat16` in place of `torch.float32`, then `model = apply_qlora(model, compute_dtype=torch.bfloat16)`, then the five lines, with [`apply_activation_checkpointing(model)`](../recipes_lib/memory/activation_checkpointing.py) in place of `model.activation_checkpointing_enable()`. With adapters the latter asks for a gradient of the first block's input, which then stays on the card.
 #
 # ```python
 # # All weights: these lines, then the block at the top from apply_chunked_cross_entropy(model)
@@ -424,6 +424,7 @@ from recipes_lib.workflows.out_of_memory_doctor.longest_texts import (
     longest_text,
     share_of_memory,
 )
+from recipes_lib.workflows.out_of_memory_doctor.remedies import limit_of
 
 cards = {"T4": "T4, 16 GB", "RTX 4090": "RTX 4090, 24 GB", "A100-80GB": "A100, 80 GB"}
 methods = {"all weights": "step in backward", "QLoRA": "QLoRA"}
@@ -462,44 +463,28 @@ if shares:
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
-# *The block at the top* has weights in fp32 and products in 16 bits. The arithmetic knows one precision at a time, so here dry steps look for the three lengths:
+# *The block at the top* has weights in fp32 and products in 16 bits. The arithmetic knows one precision at a time, so its three lengths were found by bisection, and dry steps on that card say here how full it is:
 
 
 # %%
-from recipes_lib.core.predict.any_size import any_size
-from recipes_lib.workflows.longest_sequence import find_longest
-from recipes_lib.workflows.out_of_memory_doctor.remedies import limit_of
-
-
 def with_checkpoints(model):
     model.activation_checkpointing_enable()
     return model
 
 
-def longest_on(card, shape, way, start):
-    """By dry steps of two, three and four blocks, from which those of all blocks follow."""
-    blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
-
-    def peak(tokens):
-        build_of = partial(without_data, way, tokens, shape)
-        return any_size(build_of, layers=(2, 3), card=card).peak(layers=blocks)
-
-    limit = int(limit_of(card))
-    options = {"start": start, "most": sizes.most, "resolution": 0.02}
-    return find_longest(peak, limit_bytes=limit, **options).tokens
-
-
-in_stacks = {
-    Way(with_checkpoints, **as_one_trains): 4096,  # where the search begins
-    Way(with_all_switches, **as_one_trains): 16_384,  # whose inputs stay here
-    five_lines: 32_768,
+stays = Way(with_checkpoints, **as_one_trains)  # no offload
+tried = {
+    "checkpoints": (stays, 4_300),
+    "a chunked loss": (stays._replace(adapt=with_all_switches), 22_700),
+    "all five lines": (five_lines, 50_500),
 }
-shape = sizes.cards[0]
-block_at_the_top = [
-    longest_on(CARDS["RTX 4090"], shape, way, min(start, sizes.most))
-    for way, start in in_stacks.items()
-]
-print(f"{shape} in fp32, 24 GB:", " → ".join(f"{each:,}" for each in block_at_the_top))
+shape, card = sizes.cards[0], CARDS["RTX 4090"]
+filled = {}
+for which, (way, tokens) in tried.items():
+    dry_step = without_data(way, min(tokens, sizes.most), shape)
+    filled[which] = predict(dry_step, card=card, allocator=False).peak / limit_of(card)
+    print(f"{shape} in fp32, 24 GB, {which}: {tokens:,} tokens fill", end=" ")
+    print(f"{filled[which]:.1%} of what tensors get")
 
 # %% [markdown]
 # **Before you use an entry:**
@@ -516,7 +501,7 @@ print(f"{shape} in fp32, 24 GB:", " → ".join(f"{each:,}" for each in block_at_
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
 # | a little more than the second | the five lines without `offload_activations` | less length than the third; Unsloth reports 1.3 times the step for its tiles on a GPU |
-# | the third, and the host has room | the five lines | 1.19 times the plain step, on two CPU cores at 2,048 tokens; on an H100 prime-rl's offload alone took 2 to 5 % (recipe 6) |
+# | the third, and the host has room | the five lines | 1.2 to 1.3 times the plain step, on two CPU cores at 2,048 tokens; on an H100 prime-rl's offload alone took 2 to 5 % (recipe 6) |
 # | the third, and the host has no room, as on a free Colab | nested checkpoints (recipe 5) in place of the offload; its length is in no entry | nearly two more forwards |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else; Llama 3.1 and 3.2 are scaled already, and end at 131,072 | some loss within the trained length |
@@ -883,7 +868,7 @@ assert torch.allclose(tiled_by_hand(mlp, hidden, tile_size=16), mlp(hidden), ato
 
 
 def tiled(model):
-    return apply_tiled_mlp(lean(model), tile_size=sizes.tile)
+    return apply_tiled_mlp(lean(model), tile_size=sizes.tile, check=False)
 
 
 def tiled_terms(tokens):
@@ -1119,7 +1104,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 #
 # **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table promised on 24 GB. All twelve fitted. (The longest takes 91 seconds, so longer ones were left out.)
 #
-# The predictions beside them, three minutes of one CPU core, were made *after* the run, by code that it had corrected in two places. So they show that the account is complete now, and are no forecast. The backward of FlashAttention adds up in tensors that a CPU's has not, which counts in long texts. And under a GPU's autocast the adapters of QLoRA read what is there, where on a CPU they make copies in fp32: by these the rows of QLoRA with a chunked loss were a tenth to a fifth too high. Five of the lengths differ from today's table, because both are in it now; today's third lengths have not run.
+# The predictions beside them, three minutes of one CPU core, were made *after* the run, by code that it had corrected in two places. So they show that the account is complete now, and are no forecast. The backward of FlashAttention adds up in tensors that a CPU's has not, which counts in long texts. And under a GPU's autocast the adapters of QLoRA read what is there, where on a CPU they make copies in fp32: by these the rows of QLoRA with a chunked loss were a tenth to a fifth too high. Five of the lengths differ from today's table, because both are in it now. Of its third lengths that of 3B with all weights lies below the one that ran, and that of 8B with *QLoRA* a fifth above it, where transformers' checkpoints held one input more; the others have not run.
 #
 # <!-- numbers:lengths_on_a_card-04 -->
 # | model, what trains, lines | tokens | predicted, GiB | measured, GiB | difference | seconds |
@@ -1223,7 +1208,7 @@ for way, fewer in fewer_pairs.items():
     print(f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer scores")
 
 # %% [markdown]
-# To the guess: about an eighth of the pairs is left, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. In whole blocks 6.6 times fewer scores are left, and the clock of two CPU cores says 5.7 and 7.7 in its two rounds (7.3 from the fastest of each). *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
+# To the guess: about an eighth of the pairs is left, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. In whole blocks 6.6 times fewer scores are left, and the clock of two CPU cores says 7.0 and 7.5 in its two rounds (7.0 from the fastest of each). *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
 #
 # The model was trained to read more. What does it cost to read less?
 
@@ -1362,6 +1347,9 @@ assert gradient_error < (1e-1 if on_gpu else 1e-3), "the same gradients"
 if not fast():  # lengths as short as those of FAST mode say nothing
     assert all(abs(row.prediction_error) < 0.1 for row in in_fp32), "predictions"
     assert 0.85 < min(shares) < max(shares) < 1.1, "the arithmetic of the cards"
+    assert 0.98 < min(filled.values()) < max(filled.values()) <= 1, (
+        "the block at the top"
+    )
     assert ladder.rows[0].tokens < switches < longest, "each is longer"
     assert apart["five lines"] < 0.05, "it learns the same"
 print(f"all checks passed: loss to {loss_error:.0e}, gradients to {gradient_error:.0e}")

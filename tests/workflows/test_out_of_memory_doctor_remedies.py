@@ -38,11 +38,12 @@ def question(model, *, rows=1, length=64, limit=1.0, **options):
     return Question(model, rows, length, CARD, limit, **options)
 
 
-def test_few_blocks_say_what_all_say():
+@pytest.mark.parametrize(("stack", "length"), [(LEAN, 64), ((*LONG, "QLoRA"), 8192)])
+def test_few_blocks_say_what_all_say(stack, length):
     """The mistake: a moment of the deep model that the shallow ones do not have."""
-    step = question(tiny(layers=10))
-    expected = predict(build_with(step, LEAN, layers=10), card=CARD, allocator=False).peak
-    assert dry_peak(step, LEAN) == pytest.approx(expected, rel=1e-4)
+    step = question(tiny(layers=10), length=length)
+    expected = predict(build_with(step, stack, layers=10), card=CARD, allocator=False).peak
+    assert dry_peak(step, stack) == pytest.approx(expected, rel=1e-4)
 
 
 def test_blocks_of_several_kinds_are_all_there():

@@ -288,19 +288,22 @@ def with_checkpointing(step: StepBytes, *, group: int = 1) -> StepBytes:
     )
 
 
-def with_inputs_elsewhere(step: StepBytes) -> StepBytes:
+def with_inputs_elsewhere(step: StepBytes, *, in_flight: int = 0) -> StepBytes:
     """The equation with checkpointed inputs on the host or on disk; that of the last block stays.
 
-    Nothing is left that backward uses up, so its highest moment is in the first block, beside the
-    gradients of all others.
+    Nothing is left that backward uses up. So its highest moment is in the first block, beside the
+    gradients of all others, or so many blocks earlier that `in_flight` inputs are on their way.
     """
     sizes = step.sizes
     away = sizes.blocks - 1
-    of_blocks = min(step.gradients, sizes.linear_bytes)
+    of_a_block = min(step.gradients, sizes.linear_bytes) / sizes.blocks
+    on_their_way = min(in_flight, away)
+    in_the_first = away * of_a_block
+    before_it = (away - on_their_way) * of_a_block + on_their_way * sizes.inputs
     return replace(
         step,
         activations=step.activations - away * sizes.inputs,
-        one_block=step.one_block + of_blocks * away // sizes.blocks,
+        one_block=step.one_block + int(max(in_the_first, before_it)),
     )
 
 

@@ -39,7 +39,9 @@ from recipes_lib.workflows.out_of_memory_doctor.remedies import (
 )
 
 LR = 1e-4
-FEW_BLOCKS = (2, 3)  # blocks, whose steps say what a step of all blocks needs
+# Their steps say what a step of all blocks needs. With two blocks no input waits to be fetched
+# while another one is used, as in the middle of a step with offloaded inputs.
+FEW_BLOCKS = (3, 4)
 
 
 def dry_peak(question: Question, stack: Stack) -> int:

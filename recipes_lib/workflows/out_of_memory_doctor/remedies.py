@@ -191,7 +191,7 @@ CHANGES = {
     "16-bit AdamW": functools.partial(equation.with_states_in, bits=16),
     "8-bit AdamW": functools.partial(equation.with_states_in, bits=8),
     "step in backward": equation.with_step_in_backward,
-    "activation offload": equation.with_inputs_elsewhere,
+    "activation offload": functools.partial(equation.with_inputs_elsewhere, in_flight=1),
 }
 
 
