@@ -16,22 +16,24 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **1,589 → 92,346 tokens with five lines of code:** the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). That is **1.7 times as long** as with all that transformers and TRL have switches for; our own loss and copies stand in for theirs here. (Axolotl and Unsloth have tiles, too; they were not run.)
+# > **1,589 → 92,346 tokens with five lines of code:** the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). It is about memory: the model knows 8,192 positions. That is **1.7 times as long** as with all that transformers and TRL have switches for; our own loss and copies stand in for theirs here. (Axolotl and Unsloth have tiles, too; they were not run.)
 # >
-# > | in bf16 | longest text | a real step of 2,048 tokens |
+# > | in bf16 | longest text | time of a real step of 2,048 tokens, without a limit |
 # > |---|--:|--:|
 # > | SDPA, the default | 1,589 | 1.00× |
 # > | all switches of transformers and TRL | 54,182 | 1.17× |
-# > | **the five lines** | **92,346** | 1.19× |
+# > | **the five lines** | **92,346** | 1.22× |
 # >
-# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0009; plain steps in fp32 differ by 0.0014. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest that ran. A step of 92,346 would take 3.6 hours on this machine.
+# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0009; plain steps in fp32 differ by 0.0014. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest that ran. A step of 92,346 would take 3.2 hours on this machine.
 # >
-# > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-26.
+# > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
 #
 # **The five lines**, for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. They are the three calls and the two `with`; `optimizer.step()` comes after both, as in your loop. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.) Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion (Llama 3.2 1B: [50,500 tokens](#My-card,-my-model,-my-length:-what-do-I-do?), by dry steps); for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
 #
 # ```python
+# # pip install "llm-training-recipes @ git+https://github.com/your-username/llm-training-recipes"
+# # Start Python with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment.
 # from recipes_lib.memory.activation_offload import offload_activations
 # from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
@@ -47,7 +49,7 @@
 #     loss.backward()
 # ```
 #
-# Without `.train()` neither chunks nor checkpoints act. On a T4, which has no bf16, and room for about half a billion weights this way, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. And call `apply_flash_attention(model)` of `recipes_lib.attention.flash` first: the fast kernels there refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are.
+# Without `.train()` neither chunks nor checkpoints act. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. On a T4, which has no bf16, and room for about half a billion weights this way, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. And call `apply_flash_attention(model)` of `recipes_lib.attention.flash` first: the fast kernels there refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are.
 #
 # | | |
 # |---|---|
@@ -55,7 +57,7 @@
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | ten on two CPU cores |
 # | **Minutes to read** | ten up to *What runs out*, which is all you need to act; 30 in all |
-# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps, seven of them at lengths of today's table of cards. All fitted. The run showed two faults of the predictions; corrected, they are within 0.1 % of all twelve ([below](#Do-such-predictions-hold-on-a-card?)). The block above, with weights in fp32, has run on no GPU |
+# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps. All fitted: seven at first or second lengths of today's table of cards, none at a third; two were of the five lines, on 53,513 and 135,015 tokens. The run showed two faults of the predictions; recomputed after it, they are within 0.1 % of all twelve ([below](#Do-such-predictions-hold-on-a-card?)). The block above, with weights in fp32, has run on no GPU |
 #
 # ## Setup
 #
@@ -291,7 +293,7 @@ for which in ("all switches", "five lines"):
 del model, step, optimizer, memory  # what is alive would be counted below
 
 # %% [markdown]
-# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and cost at most the 7 % between 13.3 and 14.2 seconds (in another run of today 1 %): use them when memory runs out, and not before. (The price of a slow disk is in no number of this page.) The losses are the same to four decimals.
+# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and cost at most the 7 % between 13.3 and 14.2 seconds: use them when memory runs out, and not before. (A disk that is slower than this one costs more.) The losses are the same to four decimals.
 #
 # **Where do the bytes go?** `predict` takes the step of 8,192 tokens on tensors that have a shape and no data, and keeps account of every byte:
 
@@ -397,7 +399,7 @@ for which, losses in curves.items():
 # Each entry of the table below has three lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with **all five lines**. Two ways to train:
 #
 # - *all weights*, in 16 bits. The optimizer takes its step inside of backward. That spares the gradients of all weights, and allows no clipping;
-# - *QLoRA*: a base of 4 bits with small adapters. Load with `dtype=torch.bfloat16` in place of `torch.float32`, then `model = apply_qlora(model, compute_dtype=torch.bfloat16)`, then the five lines, with [`apply_activation_checkpointing(model)`](../recipes_lib/memory/activation_checkpointing.py) in place of `model.activation_checkpointing_enable()`. With adapters the latter asks for a gradient of the first block's input, which then stays on the card.
+# - *QLoRA*: adapters train, on a frozen base of 4 bits ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)).
 #
 # ```python
 # # All weights: these lines, then the block at the top from apply_chunked_cross_entropy(model)
@@ -411,7 +413,28 @@ for which, losses in curves.items():
 # apply_optimizer_in_backward(model, optimizer_class=rounded, lr=2e-5)
 # ```
 #
-# The lengths come from arithmetic. The third length on 24 GB is then checked by the step itself, on tensors without data. Such dry steps agree to 0.1 % with what an H100 needed, up to 135,015 tokens, since two faults that its run showed are corrected ([below](#Do-such-predictions-hold-on-a-card?)).
+# ```python
+# # QLoRA, with the imports of the block at the top
+# from recipes_lib.fine_tuning.qlora import apply_qlora
+# from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
+#
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).cuda().train()
+# model = apply_qlora(model, compute_dtype=torch.bfloat16)
+# adapters = [weight for weight in model.parameters() if weight.requires_grad]
+# optimizer = torch.optim.AdamW(adapters, lr=2e-4, fused=True)
+#
+# apply_chunked_cross_entropy(model)
+# apply_tiled_mlp(model, norms=True)
+# apply_activation_checkpointing(model)  # transformers' own keeps one input more with adapters
+# with offload_activations(model, to="host", in_flight=1):
+#     with torch.autocast("cuda", torch.bfloat16):
+#         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+#     loss.backward()
+# optimizer.step()
+# optimizer.zero_grad()
+# ```
+#
+# The lengths come from arithmetic. The third length on 24 GB is then checked by the step itself, on tensors without data. Such dry steps, recomputed after it, agree to 0.1 % with what an H100 needed, up to 135,015 tokens ([below](#Do-such-predictions-hold-on-a-card?)).
 
 # %%
 from recipes_lib.core.predict import CARDS
@@ -429,7 +452,7 @@ from recipes_lib.workflows.out_of_memory_doctor.remedies import limit_of
 cards = {"T4": "T4, 16 GB", "RTX 4090": "RTX 4090, 24 GB", "A100-80GB": "A100, 80 GB"}
 methods = {"all weights": "step in backward", "QLoRA": "QLoRA"}
 stacks = (CHECKPOINTS, CHECKPOINTS_AND_CHUNKS, FIVE_LINES)
-table = [["", *cards.values(), "a step of that length, A100", "host, 100K tokens"]]
+table = [["", *cards.values(), "a step, third length on 24 GB", "host, 100K tokens"]]
 table.append(["---", *["--:" for _ in table[0][1:]]])
 shares = []
 for shape in sizes.cards:
@@ -446,8 +469,7 @@ for shape in sizes.cards:
         if longest > 1000:
             on = {"card": "RTX 4090", "stack": (*FIVE_LINES, recipe)}
             shares.append(share_of_memory(model, longest, **on))
-        longest = fits["A100-80GB"][-1]
-        rate = 0.4 * CARDS["A100-80GB"].rate
+        rate = 0.2 * CARDS["RTX 4090"].rate
         seconds = step_operations(model, rows=1, length=longest) / rate
         numbers = [
             " → ".join(f"{each / 1000:,.0f}K" if each > 1000 else "–" for each in some)
@@ -455,11 +477,12 @@ for shape in sizes.cards:
         ]
         width = (model.config.num_hidden_layers - 1) * model.config.hidden_size
         on_host = f"{100_000 * width * 2 / 1e9:,.0f} GB"
-        row = [f"{shape}, {method}", *numbers, duration(seconds), on_host]
+        takes = duration(seconds) if longest > 1000 else ""
+        row = [f"{shape}, {method}", *numbers, takes, on_host]
         table.append(row)
 if shares:
     print("the steps themselves fill", end=" ")
-    print(f"{min(shares):.0%} to {max(shares):.0%} of what 24 GB leave for tensors")
+    print(f"{min(shares):.1%} to {max(shares):.1%} of what the table gives to tensors")
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
@@ -492,7 +515,7 @@ for which, (way, tokens) in tried.items():
 # - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest, and one fitted with 99 % in use, with `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment, which this notebook sets, and your program has to. Buffers of a library come on top, and other kernels have other needs: what others measured with stacks of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
 # - The host has a limit, too: the last column says what 100,000 tokens with the five lines take there. Yours is the smaller of the two limits.
-# - The time is that of the third length on the A100, by arithmetic: forward and backward at 40 % of the data sheet's rate. The second forward of checkpoints makes it a third longer, and no copy is in it. Half of the length takes little more than a quarter of the time. Time stops you before memory does.
+# - The time is that of the third length on the RTX 4090, by arithmetic: forward and backward at a fifth of the data sheet's rate. The two steps of the five lines on the H100 reached 17 and 23 % of its own, second forward and copies included. No RTX 4090 has run one. Half of the length takes little more than a quarter of the time.
 # - These models know 131,072 positions. A longer text is about memory only.
 # - On a T4 *QLoRA* multiplies in fp16, and needs `apply_flash_attention(model)`: without it the scores of grouped heads fill the memory, because no fast kernel there takes them. Its copies of keys and values are not in the entries.
 #
@@ -501,7 +524,7 @@ for which, (way, tokens) in tried.items():
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
 # | a little more than the second | the five lines without `offload_activations` | less length than the third; Unsloth reports 1.3 times the step for its tiles on a GPU |
-# | the third, and the host has room | the five lines | 1.2 to 1.3 times the plain step, on two CPU cores at 2,048 tokens; on an H100 prime-rl's offload alone took 2 to 5 % (recipe 6) |
+# | the third, and the host has room | the five lines | 1.3 times the plain step, on two CPU cores at 2,048 tokens; on an H100 prime-rl's offload alone took 2 to 5 % (recipe 6) |
 # | the third, and the host has no room, as on a free Colab | nested checkpoints (recipe 5) in place of the offload; its length is in no entry | nearly two more forwards |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else; Llama 3.1 and 3.2 are scaled already, and end at 131,072 | some loss within the trained length |
@@ -1104,7 +1127,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 #
 # **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table promised on 24 GB. All twelve fitted. (The longest takes 91 seconds, so longer ones were left out.)
 #
-# The predictions beside them, three minutes of one CPU core, were made *after* the run, by code that it had corrected in two places. So they show that the account is complete now, and are no forecast. The backward of FlashAttention adds up in tensors that a CPU's has not, which counts in long texts. And under a GPU's autocast the adapters of QLoRA read what is there, where on a CPU they make copies in fp32: by these the rows of QLoRA with a chunked loss were a tenth to a fifth too high. Five of the lengths differ from today's table, because both are in it now. Of its third lengths that of 3B with all weights lies below the one that ran, and that of 8B with *QLoRA* a fifth above it, where transformers' checkpoints held one input more; the others have not run.
+# The predictions beside them, three minutes of one CPU core, were made *after* the run, by code that it had corrected in two places. So they show that the account is complete now, and are no forecast. The backward of FlashAttention adds up in tensors that a CPU's has not, which counts in long texts. And under a GPU's autocast the adapters of QLoRA read what is there, where on a CPU they make copies in fp32: by these the dry steps of QLoRA with a chunked loss were a tenth to a fifth too high, and the arithmetic that chose their lengths more. Five of the lengths differ from today's table, because both are in it now. Of its third lengths that of 3B with all weights lies below the one that ran, and that of 8B with *QLoRA* a fifth above it; the others have not run. (That run had `model.activation_checkpointing_enable()`, which keeps one input more than the block for *QLoRA* above.) Below five seconds the seconds say nothing: no step had warmed up.
 #
 # <!-- numbers:lengths_on_a_card-04 -->
 # | model, what trains, lines | tokens | predicted, GiB | measured, GiB | difference | seconds |
@@ -1138,7 +1161,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 # | + tiled MLP | 1,200,000 | 1,468,783 | +22% |
 # <!-- end -->
 #
-# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. From the chunked loss to all of it they measured 4.0 times the length, where the equation says 5.4: for the offload 2.2, where it says 1.8, and for the tiles 1.8, where it says 3.0. So expect less of tiles than the third lengths promise with such a stack. The equation knows the operators of PyTorch. Where it says too little, Liger's kernels may be the cause; where too much, what DeepSpeed and FlashAttention 3 keep for themselves. We could not look. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports for 8B *QLoRA* 78,475 tokens on 24 GB and 342,733 on 80, without tiles: between the second length of our entries and the third. With tiles it reports [500K and more in place of 290K](https://docs.unsloth.ai/new/500k-context-length-fine-tuning) for gpt-oss-20b on an H100, 1.7 times as long, as tiles are here, by chance: it is a mixture of experts on another card.
+# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. From the chunked loss to all of it they measured 4.0 times the length, where the equation says 5.4: for the offload 2.2, where it says 1.8, and for the tiles 1.8, where it says 3.0. So expect less of tiles than the third lengths promise with such a stack. The equation knows the operators of PyTorch. Where it says too little, Liger's kernels may be the cause; where too much, what DeepSpeed and FlashAttention 3 keep for themselves. We could not look. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports for 8B *QLoRA* 78,475 tokens on 24 GB and 342,733 on 80, without tiles: half of the third length of our entries (161K and 690K). With tiles it reports [500K and more in place of 290K](https://docs.unsloth.ai/new/500k-context-length-fine-tuning) for gpt-oss-20b on an H100.
 #
 # ## Part B: another model, for less time or longer texts
 #
@@ -1273,7 +1296,7 @@ places = [rope["window"] * (number + 0.5) for number in range(len(means["none"])
 curves = {kind: list(zip(places, means[kind])) for kind in ("none", "linear", "yarn")}
 figure = lines(
     curves,
-    title="Without scaling the loss climbs beyond the trained length (vertical line)",
+    title="Without scaling the loss climbs from about 10,000 tokens on (trained: 8,192)",
     source=rope["measured_on"],
     xlabel="position in the text, tokens",
     ylabel="loss",
