@@ -57,7 +57,7 @@
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | ten on two CPU cores |
 # | **Minutes to read** | ten up to *What runs out*, which is all you need to act; 30 in all |
-# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps. All fitted: seven at first or second lengths of today's table of cards, none at a third; two were of the five lines, on 53,513 and 135,015 tokens. The run showed two faults of the predictions; recomputed after it, they are within 0.1 % of all twelve ([below](#Do-such-predictions-hold-on-a-card?)). The block above, with weights in fp32, has run on no GPU |
+# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps, up to 135,015 tokens. All fitted, and predictions, corrected after that run, are within 0.1 % ([below](#Do-such-predictions-hold-on-a-card?)). No third length of today's table of cards has run, and not the block above, with weights in fp32 |
 #
 # ## Setup
 #
@@ -293,7 +293,7 @@ for which in ("all switches", "five lines"):
 del model, step, optimizer, memory  # what is alive would be counted below
 
 # %% [markdown]
-# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and cost at most the 7 % between 13.3 and 14.2 seconds: use them when memory runs out, and not before. (A disk that is slower than this one costs more.) The losses are the same to four decimals.
+# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and the five lines took 5 % longer than all switches, although their copies do not wait: use them when memory runs out, and not before. (A disk that is slower than this one costs more.) The losses are the same to four decimals.
 #
 # **Where do the bytes go?** `predict` takes the step of 8,192 tokens on tensors that have a shape and no data, and keeps account of every byte:
 
@@ -369,6 +369,8 @@ for which, losses in curves.items():
 # SFTTrainer(model=model, args=config, train_dataset=texts).train()
 # ```
 #
+# `activation_offloading=True` in place of the last line of the configuration copies beside the computation, and takes more memory.
+#
 # **With Axolotl or Unsloth** tiles of the MLP are a switch, too: `unsloth_tiled_mlp=True` in Unsloth's `from_pretrained` ([its post](https://docs.unsloth.ai/new/500k-context-length-fine-tuning)), and in Axolotl ([its page](https://github.com/axolotl-ai-cloud/axolotl/blob/19e03744e01f1f2be0768e3dd8554fef8674f2f0/docs/gradient_checkpointing.qmd)) these lines. We have run neither.
 #
 # ```yaml
@@ -403,14 +405,14 @@ for which, losses in curves.items():
 #
 # ```python
 # # All weights: these lines, then the block at the top from apply_chunked_cross_entropy(model)
-# # on, without the line of autocast. There is no optimizer.step().
+# # on, without the line of autocast. optimizer.step() after both `with` only closes the step.
 # from functools import partial
 # from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 # from recipes_lib.precision.pure_bf16 import bf16_adamw
 #
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).cuda().train()
 # rounded = partial(bf16_adamw, rounding="stochastic")
-# apply_optimizer_in_backward(model, optimizer_class=rounded, lr=2e-5)
+# optimizer = apply_optimizer_in_backward(model, optimizer_class=rounded, lr=2e-5)
 # ```
 #
 # ```python
@@ -512,20 +514,20 @@ for which, (way, tokens) in tried.items():
 # %% [markdown]
 # **Before you use an entry:**
 #
-# - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest, and one fitted with 99 % in use, with `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment, which this notebook sets, and your program has to. Buffers of a library come on top, and other kernels have other needs: what others measured with stacks of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
+# - These models know 131,072 positions. What is longer is about memory only.
+# - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest, and one fitted with 99 % in use, with `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment, which `machine()` sets in this notebook, and your program has to. Buffers of a library come on top, and other kernels have other needs: what others measured with stacks of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
 # - The host has a limit, too: the last column says what 100,000 tokens with the five lines take there. Yours is the smaller of the two limits.
-# - The time is that of the third length on the RTX 4090, by arithmetic: forward and backward at a fifth of the data sheet's rate. The two steps of the five lines on the H100 reached 17 and 23 % of its own, second forward and copies included. No RTX 4090 has run one. Half of the length takes little more than a quarter of the time.
-# - These models know 131,072 positions. A longer text is about memory only.
-# - On a T4 *QLoRA* multiplies in fp16, and needs `apply_flash_attention(model)`: without it the scores of grouped heads fill the memory, because no fast kernel there takes them. Its copies of keys and values are not in the entries.
+# - The time is that of the third length on the RTX 4090, by arithmetic: forward and backward at a fifth of the data sheet's rate. The two steps of the five lines on the H100 reached 17 and 23 % of its own, second forward and copies included. No RTX 4090 has run one. Half of the length takes 27 to 37 % of the time.
+# - On a T4 *QLoRA* multiplies in fp16. Load in `torch.float16` without `.cuda()`; then `quantize_nf4(model, compute_dtype=torch.float16, device="cuda")` of `recipes_lib.fine_tuning.qlora`, `model.to("cuda")`, `apply_flash_attention(model)` and `apply_qlora(model)`. Without flash attention the scores of grouped heads fill the memory, because no fast kernel there takes them. Scale the loss (`torch.amp.GradScaler`). The copies of keys and values are not in the entries, and no T4 has run this.
 #
 # | if | then | it costs |
 # |---|---|---|
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
 # | a little more than the second | the five lines without `offload_activations` | less length than the third; Unsloth reports 1.3 times the step for its tiles on a GPU |
-# | the third, and the host has room | the five lines | 1.3 times the plain step, on two CPU cores at 2,048 tokens; on an H100 prime-rl's offload alone took 2 to 5 % (recipe 6) |
-# | the third, and the host has no room, as on a free Colab | nested checkpoints (recipe 5) in place of the offload; its length is in no entry | nearly two more forwards |
+# | the third, and the host has room | the five lines | 1.2 times the plain step, on two CPU cores at 2,048 tokens; on an H100 prime-rl's offload alone took 2 to 5 % (recipe 6) |
+# | the third, and the host has no room, as on a free Colab | `apply_nested_checkpointing(model, group=4)` (recipe 5) in place of the third call and of the offload; its length is in no entry | nearly two more forwards |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else; Llama 3.1 and 3.2 are scaled already, and end at 131,072 | some loss within the trained length |
 # | memory is enough, and a step takes too long | a window (recipe 7), or several GPUs ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) | another model, or more cards |
@@ -547,7 +549,7 @@ print(diagnosis.check())
 print("\n".join(diagnosis.lines))
 
 # %% [markdown]
-# (The list is the equation, here 5 % above the dry step that checks it.) The last two lines are the command for the stack that was checked: [the five lines in one flat file](../scripts/train_long_sequences.py), with adapters, on a text of yours. No GPU has run it. *QLoRA* fits without an offload, because 32K lies below the second length of its entry (34K): `--method qlora`, without `--inputs host`.
+# (The list is the equation, here 5 % above the dry step that checks it.) The last command is for the stack that was checked: [the five lines in one flat file](../scripts/train_long_sequences.py), with adapters, on a text of yours. No GPU has run it. *QLoRA* fits without an offload, because 32K lies below the second length of its entry (34K): `--method qlora`, without `--inputs host`.
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
@@ -1161,7 +1163,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 # | + tiled MLP | 1,200,000 | 1,468,783 | +22% |
 # <!-- end -->
 #
-# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. From the chunked loss to all of it they measured 4.0 times the length, where the equation says 5.4: for the offload 2.2, where it says 1.8, and for the tiles 1.8, where it says 3.0. So expect less of tiles than the third lengths promise with such a stack. The equation knows the operators of PyTorch. Where it says too little, Liger's kernels may be the cause; where too much, what DeepSpeed and FlashAttention 3 keep for themselves. We could not look. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports for 8B *QLoRA* 78,475 tokens on 24 GB and 342,733 on 80, without tiles: half of the third length of our entries (161K and 690K). With tiles it reports [500K and more in place of 290K](https://docs.unsloth.ai/new/500k-context-length-fine-tuning) for gpt-oss-20b on an H100.
+# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. From the chunked loss to all of it they measured 4.0 times the length, where the equation says 5.4: for the offload 2.2, where it says 1.8, and for the tiles 1.8, where it says 3.0. So with DeepSpeed, Liger or FlashAttention 3 expect tiles to give 1.8 times, and not 3. The equation knows the operators of PyTorch. Where it says too little, Liger's kernels may be the cause; where too much, what DeepSpeed and FlashAttention 3 keep for themselves. We could not look. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports for 8B *QLoRA* 78,475 tokens on 24 GB and 342,733 on 80, without tiles. With tiles it reports [500K and more in place of 290K](https://docs.unsloth.ai/new/500k-context-length-fine-tuning) for gpt-oss-20b on an H100.
 #
 # ## Part B: another model, for less time or longer texts
 #
@@ -1231,7 +1233,7 @@ for way, fewer in fewer_pairs.items():
     print(f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer scores")
 
 # %% [markdown]
-# To the guess: about an eighth of the pairs is left, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. In whole blocks 6.6 times fewer scores are left, and the clock of two CPU cores says 7.0 and 7.5 in its two rounds (7.0 from the fastest of each). *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
+# To the guess: about an eighth of the pairs is left, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. In whole blocks 6.6 times fewer scores are left, and the clock of two CPU cores says 6.5 and 6.8 in its two rounds. *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
 #
 # The model was trained to read more. What does it cost to read less?
 
@@ -1327,7 +1329,7 @@ for stack in ((), ("loss in chunks",), CHECKPOINTS, CHECKPOINTS_AND_CHUNKS):
     print(f"{' and '.join(stack) or 'plain'}: {tokens:,} tokens")
 
 # %% [markdown]
-# Checkpointing, by little: 9,982 tokens against 8,254. Together 74,141, because each alone is stopped by what the other removes.
+# Checkpointing, by little: 9,982 tokens against 8,254. Together 74,141, because each alone is stopped by what the other removes. (A step in backward changes neither 9,982 nor 74,141: the peak comes before the gradients.)
 #
 # ## References
 #
