@@ -172,7 +172,7 @@ def test_the_least_time_is_that_of_the_products():
 def test_the_ready_line_has_the_recipes_or_says_which_it_lacks():
     """The mistake: a command that runs out of memory beneath the peak of another step."""
     large = model_of_shape("llama-3.1-8b", dtype=torch.bfloat16, device="meta")
-    said = str(diagnose(model=large, batch_size=1, seq_len=32_768, card="24GB"))
+    said = str(diagnose(model=large, batch_size=1, seq_len=32_768, card="RTX 4090"))
     assert "--method lora --learning_rate 2e-4 --length 32768 --inputs host" in said
     said = str(diagnose(model=large, batch_size=4, seq_len=8192, card="24GB"))
     assert "finetune" in said
