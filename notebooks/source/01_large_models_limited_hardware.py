@@ -16,15 +16,15 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **A training step of QLoRA on SmolLM2-135M, as peft prepares it and with everything combined, 401 MiB → 252 MiB: -37% memory of tensors, in 0.76× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
+# > **A training step of QLoRA on SmolLM2-135M, as peft prepares it and with everything combined, 401 MiB → 252 MiB: -37% memory of tensors, in 0.79× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
 # >
 # > | what trains | recipes | peak, MiB | memory | time |
 # > |---|---|--:|--:|--:|
-# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.53× (0.47–0.53) |
-# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% |  |
-# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.55× (0.50–0.55) |
-# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.76× (0.68–0.79) |
-# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.57× (0.51–0.57) |
+# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.55× (0.53–0.57) |
+# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.93× (0.91–0.95) |
+# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.61× (0.60–0.61) |
+# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.82× (0.80–0.82) |
+# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.65× (0.63–0.66) |
 # >
 # > Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
@@ -916,7 +916,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 # %% [markdown]
 # With room for 2,579 MiB take *16 bits, compiled, chunked loss*: it trains all weights in about half the time. With 1,091 take *8-bit AdamW in backward, compiled*. With 402 take *LoRA, compiled*, and with 252 *everything combined*.
 #
-# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: the last two rows differ by the four bits alone, which save 37 % for 4 % more time. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 12 or 16 GiB for eight.
+# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: the last two rows differ by the four bits alone, which save 37 % for 6 % more time. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 12 or 16 GiB for eight.
 #
 # **Bytes are the same everywhere, times are not**: look at your own.
 #
