@@ -176,7 +176,7 @@ def test_the_ready_line_has_the_recipes_or_says_which_it_lacks():
     assert "--method lora --learning_rate 2e-4 --length 32768 --inputs host" in said
     said = str(diagnose(model=large, batch_size=4, seq_len=8192, card="24GB"))
     assert "finetune" in said
-    assert "# It has no loss in chunks" in said
+    assert "no loss in chunks and no tiled MLP and no activation offload." in said
 
 
 def test_the_step_itself_checks_what_is_advised(monkeypatch):
