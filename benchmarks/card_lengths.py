@@ -32,6 +32,7 @@ from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 from recipes_lib.precision.pure_bf16 import bf16_adamw
 from recipes_lib.workflows.out_of_memory_doctor.longest_texts import (
+    ALL_SWITCHES,
     CHECKPOINTS,
     CHECKPOINTS_AND_CHUNKS,
     FIVE_LINES,
@@ -42,6 +43,7 @@ METHODS = {"all weights": "step in backward", "QLoRA": "QLoRA"}
 STACKS = {
     "checkpoints": CHECKPOINTS,
     "chunked loss": CHECKPOINTS_AND_CHUNKS,
+    "all switches": ALL_SWITCHES,
     "five lines": FIVE_LINES,
 }
 FEW = 64  # tokens of the step that makes the states
@@ -75,7 +77,7 @@ def card_lengths(
 
 
 def promised_lengths(shape: str, method: str, card: str) -> dict[str, int]:
-    """The three lengths of an entry of the notebook's table, by the name of their stack."""
+    """The four lengths of an entry of the notebook's table, by the name of their stack."""
     model = model_of_shape(shape, dtype=torch.bfloat16, device="meta")
     return {
         name: longest_text(model, card=card, stack=(*stack, METHODS[method]))
@@ -89,7 +91,7 @@ def build_of(shape: str, method: str, stack: str, tokens: int) -> Build:
     def step(model: Any, optimizer: Any, tokens: int = tokens) -> None:
         ids = made_up_ids(model, tokens)
         around: Any = contextlib.nullcontext()
-        if stack == "five lines":
+        if "activation offload" in STACKS[stack]:
             # A CPU has no other memory than its own.
             on_a_card = model.device.type == "cuda" or pretends_a_card()
             around = offload_activations(model, to="host" if on_a_card else "disk", in_flight=1)
@@ -105,9 +107,9 @@ def build_of(shape: str, method: str, stack: str, tokens: int) -> Build:
         seed_everything(0)
         model, optimizer = trained_by(method, shape)
         model.activation_checkpointing_enable()
-        if stack in ("chunked loss", "five lines"):
+        if "loss in chunks" in STACKS[stack]:
             apply_chunked_cross_entropy(model, check=False)
-        if stack == "five lines":
+        if "tiled MLP" in STACKS[stack]:
             apply_tiled_mlp(model, norms=True, check=False)
         return model, optimizer, step
 

@@ -100,6 +100,7 @@ class Ladder:
         kept: int = 0,
         peak: int = 0,
         group: str = "",
+        in_turns: bool = True,
         **known: Any,
     ) -> Row:
         """Say what is expected, build a turn, look at it, and add the row.
@@ -112,6 +113,7 @@ class Ladder:
             expected: printed before anything runs.
             kept, peak: bytes while it waits, and while it runs.
             group: the heading above this row.
+            in_turns: False for a row whose time would mislead: it gets none.
             known: further numbers of the row.
         Raises ValueError for a name that is taken.
         """
@@ -123,8 +125,12 @@ class Ladder:
             measured = turn()
         else:
             measured = look(turn)
-        row = self.append(Row(name=name, group=group, **known, **measured))
-        self._turns.wait(name, turn, build, kept=kept, peak=peak)
+        row = Row(name=name, group=group, **known, **measured)
+        if in_turns:
+            self._turns.wait(name, turn, build, kept=kept, peak=peak)
+        else:
+            setattr(row, self.clock, None)
+        self.append(row)
         print(_wrapped_line(self.line(name).removeprefix(f"{name}: ")))
         return row
 

@@ -94,6 +94,18 @@ def test_later_rows_take_their_turns_with_the_first(ladder):
         ladder.take_turns(rounds=1)
 
 
+def test_a_row_without_turns_has_no_time(ladder, capsys):
+    """The mistake: a first impression stands in the table beside times that were compared."""
+    ladder.climb("first", build(9, 1.0))
+    ladder.climb("apart", build(9), peak_bytes=MIB, in_turns=False)
+    ladder.take_turns(rounds=1)
+    assert ladder.table()[2] == ["apart", "1.0 MiB", "", ""]
+    assert {record["metric"] for record in saved(ladder)["rows"] if record["row"] == "apart"} == {
+        "peak_bytes",
+        "turns",
+    }
+
+
 def test_each_group_has_its_own_first_row(ladder):
     ladder.in_groups = True
     ladder.as_fast = True

@@ -117,6 +117,7 @@ class MemoryLadder(Ladder):
         *,
         group: str = "",
         after: str | None = None,
+        in_turns: bool = True,
     ) -> Row:
         """Predict a step on tensors without data, take it, and add its row.
 
@@ -129,6 +130,7 @@ class MemoryLadder(Ladder):
                 takes one training step and returns the loss.
             group: the heading above this row in the table.
             after: the row with which memory and loss are compared; by default the first one.
+            in_turns: False for a row whose time would mislead: it gets none.
         Raises ValueError for a name that is taken.
         """
         self._check_new(name)
@@ -145,6 +147,7 @@ class MemoryLadder(Ladder):
             kept=predicted.kept,
             peak=predicted.peak,
             group=group,
+            in_turns=in_turns,
             predicted_bytes=predicted.peak,
         )
         if after is not None:
@@ -194,10 +197,11 @@ class MemoryLadder(Ladder):
         lowest = min(rows, key=lambda row: row.peak_bytes)
         unit = Unit(max(row.peak_bytes for row in rows))
         peaks = [unit.number(row.peak_bytes) for row in rows]
-        times = [three_digits(row.seconds) for row in rows]
+        times = [three_digits(row.seconds) if row.seconds else "" for row in rows]
         for number, row in enumerate(rows[1:], 1):
             peaks[number] += f"  ({percent(row.change)})"
-            times[number] += f"  {row.ratio:.2f}×"
+            if row.seconds:
+                times[number] += f"  {row.ratio:.2f}×"
         columns = [
             Bars(
                 f"peak memory of tensors, {unit.name}",
@@ -209,7 +213,7 @@ class MemoryLadder(Ladder):
             ),
             Bars(
                 "seconds per step",
-                [row.seconds for row in rows],
+                [row.seconds or 0.0 for row in rows],
                 times,
                 ranges=[ranges_of(row, "seconds") for row in rows],
                 colors=[TIME_COLOR] * len(rows),

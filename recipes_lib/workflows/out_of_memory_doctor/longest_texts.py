@@ -17,7 +17,8 @@ from recipes_lib.workflows.out_of_memory_doctor.remedies import Question, Remedi
 
 CHECKPOINTS = ("checkpointing",)
 CHECKPOINTS_AND_CHUNKS = ("loss in chunks", *CHECKPOINTS)
-FIVE_LINES = (*CHECKPOINTS_AND_CHUNKS, "tiled MLP", "activation offload")
+ALL_SWITCHES = (*CHECKPOINTS_AND_CHUNKS, "activation offload")  # of transformers and TRL
+FIVE_LINES = (*ALL_SWITCHES, "tiled MLP")
 SHORTEST = 2  # tokens: the first one is nobody's target
 
 
