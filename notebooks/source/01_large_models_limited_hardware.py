@@ -16,15 +16,15 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **A training step of QLoRA on SmolLM2-135M, as peft prepares it and with everything combined, 401 MiB → 252 MiB: -37% memory of tensors, in 0.79× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
+# > **A training step of QLoRA on SmolLM2-135M, as peft prepares it and with everything combined, 401 MiB → 252 MiB: -37% memory of tensors, in 0.80× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
 # >
 # > | what trains | recipes | peak, MiB | memory | time |
 # > |---|---|--:|--:|--:|
-# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.55× (0.53–0.57) |
-# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.93× (0.91–0.95) |
-# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.61× (0.60–0.61) |
-# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.82× (0.80–0.82) |
-# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.65× (0.63–0.66) |
+# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.54× (0.53–0.55) |
+# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.92× (0.91–0.94) |
+# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.60× (0.59–0.62) |
+# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.79× (0.78–0.79) |
+# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.63× (0.63–0.69) |
 # >
 # > Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >

@@ -21,10 +21,10 @@
 # > | in bf16 | longest text | time of a real step of 2,048 tokens, without a limit |
 # > |---|--:|--:|
 # > | SDPA, the default | 1,589 | 1.00× |
-# > | all switches of transformers and TRL | 54,182 | 1.17× |
-# > | **the five lines** | **92,346** | 1.22× |
+# > | all switches of transformers and TRL | 54,182 | 1.16× |
+# > | **the five lines** | **92,346** | 1.24× |
 # >
-# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0009; plain steps in fp32 differ by 0.0014. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest that ran. A step of 92,346 would take 3.2 hours on this machine.
+# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest that ran. A step of 92,346 would take 4.7 hours on this machine.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
@@ -301,7 +301,7 @@ for which in ("all switches", "five lines"):
 del model, step, optimizer, memory  # what is alive would be counted below
 
 # %% [markdown]
-# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and the five lines took 5 % longer than all switches, although their copies do not wait: use them when memory runs out, and not before. (A disk that is slower than this one costs more.) The losses are the same to four decimals.
+# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and the five lines took 7 % longer than all switches, although their copies do not wait: use them when memory runs out, and not before. (A disk that is slower than this one costs more.) The losses are the same to four decimals.
 #
 # **Where do the bytes go?** `predict` takes the step of 8,192 tokens on tensors that have a shape and no data, and keeps account of every byte:
 
@@ -354,7 +354,8 @@ def beside_plain(curves):
         which: float(abs(losses - plain).max()) for which, losses in curves.items()
     }
     for which, losses in curves.items():
-        print(f"{which:<32} loss {losses[0]:.3f} → {losses[-1]:.3f},", end=" ")
+        first, last = losses[:4].mean(), losses[-4:].mean()  # of all four texts
+        print(f"{which:<30} loss {first:6.3f} → {last:.3f},", end=" ")
         print(f"from plain {apart[which]:.4f} at most")
     return apart
 
@@ -368,7 +369,7 @@ curves = {
 apart = beside_plain(curves)
 
 # %% [markdown]
-# All three learn the same. The five lines differ from the plain steps by less than fp32 does. It is one seed, one rate and 20 steps on short texts; a long training was not compared.
+# All three learn the same: while the loss falls by nearly five, the five lines are never more than 0.003 away from the plain steps. (Small tiles round more often. These have 128 tokens; the default is 1,024 or more.) It is one seed, one rate and 20 steps on short texts; a long training was not compared.
 #
 # To accumulate, hand the loop several texts. As a program, which can resume, for all weights or adapters: [`python scripts/train_long_sequences.py`](../scripts/train_long_sequences.py).
 #
@@ -508,7 +509,7 @@ for method, (its_ways, build, lr) in on_24_gb.items():
     on_24_gb[method] = beside_plain(curves)
 
 # %% [markdown]
-# WORDS
+# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away, a fourteenth of what fp32 changes. It is one seed, and eight steps.
 #
 # **The longest texts.** Each entry of the table has four lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with the inputs on the host besides, which is all that transformers and TRL have switches for → with tiles besides: **all five lines**. They come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
 
@@ -1191,7 +1192,7 @@ if not on_gpu:
     print(f"of which {1 - never_grow / in_few:.0%} grow; off by {abs(off_in_few):.2%}")
 
 # %% [markdown]
-# At equal precision the tiles make the text 1.7 times as long. The 4e-02 of the rows is bf16 itself, because the plain step has it, too. From that step all switches are 1e-02 away, and so are the five lines, even in tiles of 256 tokens. Each tile adds its part of the weights' gradients, rounded, and on another processor that may count: the default is large tiles, of 1,024 tokens or more. None of the longest steps was computed.
+# At equal precision the tiles make the text 1.7 times as long. The 4e-02 of the rows is bf16 itself, because the plain step has it, too. From that step all switches are 1e-02 away, and so are the five lines, even in tiles of 128 tokens. Each tile adds its part of the weights' gradients, rounded, and on another processor that may count: the default is large tiles, of 1,024 tokens or more. None of the longest steps was computed. Of a real step of 4,096 tokens little grows with the text; so three blocks took one of 8,192, and the dry step has its bytes, too.
 #
 # ## What it costs
 #
@@ -1352,7 +1353,7 @@ for way, fewer in fewer_pairs.items():
     print(f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer scores")
 
 # %% [markdown]
-# To the guess: about an eighth of the pairs is left, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. In whole blocks 6.6 times fewer scores are left, and the clock of two CPU cores says 6.5 and 6.8 in its two rounds. *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
+# To the guess: about an eighth of the pairs is left, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. In whole blocks 6.6 times fewer scores are left, and the clock of two CPU cores says 7.3 and 8.1 in its two rounds. *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
 #
 # The model was trained to read more. What does it cost to read less?
 
