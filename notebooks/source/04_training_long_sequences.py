@@ -38,7 +38,8 @@
 # from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
-# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda().train()
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda()
+# model.train()  # without it no chunks, and no checkpoints
 #
 # apply_chunked_cross_entropy(model)                        # no table of logits
 # apply_tiled_mlp(model, norms=True)                        # an MLP sees some tokens at a time
@@ -49,7 +50,7 @@
 #     loss.backward()
 # ```
 #
-# Without `.train()` neither chunks nor checkpoints act. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. On a T4, which has no bf16, and room for about half a billion weights this way, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. And call `apply_flash_attention(model)` of `recipes_lib.attention.flash` first: the fast kernels there refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are.
+# Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. On a T4, which has no bf16, and room for about half a billion weights this way, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. And call `apply_flash_attention(model)` of `recipes_lib.attention.flash` first: the fast kernels there refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are.
 #
 # | | |
 # |---|---|
@@ -57,7 +58,7 @@
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | ten on two CPU cores |
 # | **Minutes to read** | ten up to *What runs out*, which is all you need to act; 30 in all |
-# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps, up to 135,015 tokens. All fitted, and predictions, corrected after that run, are within 0.1 % ([below](#Do-such-predictions-hold-on-a-card?)). No last length of today's table of cards has run, and not the block above, with weights in fp32 |
+# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps, up to 135,015 tokens. All fitted, and predictions, corrected after that run, are within 0.1 % ([below](#Do-such-predictions-hold-on-a-card?)). Of today's last lengths on 24 GB one (3B, all weights) lies below a length that ran; the others have not run, and not the block above, with weights in fp32 |
 #
 # ## Setup
 #
@@ -419,7 +420,7 @@ apart = beside_plain(curves)
 #
 # Two ways to train, beside the block at the top:
 #
-# - *all weights*, in 16 bits. The optimizer takes its step inside of backward. That spares the gradients of all weights, and allows no clipping;
+# - *all weights*, in 16 bits. The optimizer takes its step inside of backward. That spares the gradients of all weights, and allows no clipping and no accumulation: each text is a step;
 # - *QLoRA*: adapters train, on a frozen base of 4 bits ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)).
 #
 # ```python
@@ -455,7 +456,7 @@ apart = beside_plain(curves)
 # optimizer.zero_grad()
 # ```
 #
-# **Do these two learn the same?** The lines of both blocks, each beside plain steps from the same start: weights in 16 bits in the model from above, and adapters on SmolLM2. An update of 16-bit weights is rounded at random, so there a third run has other random numbers; with adapters the third run computes in fp32.
+# **Do these two learn the same?** The lines of both blocks, each beside plain steps from the same start: weights in 16 bits in the model from above, and adapters on SmolLM2. An update of 16-bit weights is rounded at random, so there a third run has other random numbers; the third run of *QLoRA* has in fp32 what is not packed: embedding and norms.
 
 # %%
 from recipes_lib.fine_tuning.qlora import apply_qlora
@@ -471,12 +472,12 @@ def in_backward(model, lr):
     return apply_optimizer_in_backward(model, optimizer_class=rounded, lr=lr)
 
 
-def with_adapters(model, compute_dtype=torch.bfloat16):
-    return apply_qlora(model, compute_dtype=compute_dtype)
+def with_adapters(model):
+    return apply_qlora(model, compute_dtype=torch.bfloat16)
 
 
-def adapters_in_fp32(model):
-    return with_adapters(model.float(), compute_dtype=torch.float32)
+def with_adapters_and_the_rest_in_fp32(model):  # as peft prepares it
+    return with_adapters(model.float())
 
 
 def adapters_in_five_lines(model):
@@ -495,7 +496,9 @@ all_weights = {
 of_adapters = {
     "plain": Way(with_adapters, precision=in_16_bits),
     "five lines": Way(adapters_in_five_lines, inputs_wait, in_16_bits),
-    "plain, in fp32": Way(adapters_in_fp32),
+    "plain, the rest in fp32": Way(
+        with_adapters_and_the_rest_in_fp32, precision=in_16_bits
+    ),
 }
 on_24_gb = {
     "all weights": (all_weights, blocks_that_learn, 5e-4),
@@ -509,7 +512,7 @@ for method, (its_ways, build, lr) in on_24_gb.items():
     on_24_gb[method] = beside_plain(curves)
 
 # %% [markdown]
-# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away, a fourteenth of what fp32 changes. It is one seed, and eight steps.
+# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. What counts there is another choice: with embedding and norms in fp32, as peft's `prepare_model_for_kbit_training` leaves them, the loss falls by 0.20 in place of 0.15, because then what is added up from block to block has 32 bits. For a step, load in bf16 as above; where memory allows, load in `torch.float32`, which doubles the inputs of the blocks, too. It is one seed, one small model and eight steps.
 #
 # **The longest texts.** Each entry of the table has four lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with the inputs on the host besides, which is all that transformers and TRL have switches for → with tiles besides: **all five lines**. They come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
 
@@ -587,7 +590,7 @@ print("of its data sheet's rate the H100 reached", *(f"{each:.0%}" for each in r
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
-# *The block at the top* has weights in fp32 and products in 16 bits. The arithmetic knows one precision at a time, so three of its lengths were found by bisection, and dry steps on that card say here how full it is:
+# *The block at the top* has weights in fp32 and products in 16 bits. The arithmetic knows one precision at a time, so its lengths were found by bisection, and dry steps on that card say here how full it is:
 
 
 # %%
@@ -597,10 +600,13 @@ def with_checkpoints(model):
 
 
 stays = Way(with_checkpoints, **as_one_trains)  # no offload
+with_chunks = stays._replace(adapt=with_all_switches)
 tried = {
     "checkpoints": (stays, 4_300),
-    "a chunked loss": (stays._replace(adapt=with_all_switches), 22_700),
+    "a chunked loss": (with_chunks, 22_700),
+    "the offload": (with_chunks._replace(around=inputs_wait), 22_900),
     "all five lines": (five_lines, 50_500),
+    "five lines, no offload": (with_chunks._replace(adapt=with_five_lines), 29_300),
 }
 shape, card = sizes.cards[0], CARDS["RTX 4090"]
 filled = {}
@@ -616,9 +622,20 @@ for which, (way, tokens) in tried.items():
 # - These models know 131,072 positions. What is longer is about memory only.
 # - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest, and one fitted with 99 % in use, with `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment, which `machine()` sets in this notebook, and your program has to. Buffers of a library come on top, and other kernels have other needs: what others measured with stacks of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
-# - The host has a limit, too: the last column says what 100,000 tokens with the five lines take there. Yours is the smaller of the two limits.
-# - The time is that of the last length on the RTX 4090, by arithmetic: forward and backward, at the part of the data sheet's rate that the slower of two steps with the five lines reached on the H100, second forward and copies included. No RTX 4090 has run one.
-# - On a T4 *QLoRA* multiplies in fp16. Load in `torch.float16` without `.cuda()`; then `quantize_nf4(model, compute_dtype=torch.float16, device="cuda")` of `recipes_lib.fine_tuning.qlora`, `model.to("cuda")`, `apply_flash_attention(model)` and `apply_qlora(model)`. Without flash attention the scores of grouped heads fill the memory, because no fast kernel there takes them. Scale the loss (`torch.amp.GradScaler`). The copies of keys and values are not in the entries, and no T4 has run this.
+# - The host has a limit, too: the last column says what 100,000 tokens with the five lines take there, with inputs in 16 bits. Yours is the smaller of the two limits.
+# - The time is that of the last length on the RTX 4090, by arithmetic: forward and backward, at 16 % of the data sheet's rate, which the slower of two steps with the five lines reached on the H100, second forward and copies included. At the 23 % of the other it is two thirds of that. No RTX 4090 has run one.
+# - On a T4 *QLoRA* multiplies in fp16, packs before the model is on the card, and needs `apply_flash_attention`: no fast kernel there takes grouped heads, and their scores would fill the memory. The copies of keys and values are not in the entries, and no T4 has run these lines:
+#
+# ```python
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16).train()  # on the host
+# quantize_nf4(model, compute_dtype=torch.float16, device="cuda")  # of fine_tuning.qlora
+# model = apply_qlora(apply_flash_attention(model.to("cuda")))
+# scaler = torch.amp.GradScaler()
+# # Then as above, with autocast in torch.float16, and for backward and step:
+# scaler.scale(loss).backward()
+# scaler.step(optimizer)
+# scaler.update()
+# ```
 #
 # | if | then | it costs |
 # |---|---|---|
@@ -626,7 +643,7 @@ for which, (way, tokens) in tried.items():
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
 # | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
 # | the last | all five lines | 1.2 times the plain step, on two CPU cores at 2,048 tokens; Unsloth reports 1.3 times for its tiles on a GPU |
-# | as long, and the host has no room, as on a free Colab | the five lines without `offload_activations`, or longer: `apply_nested_checkpointing(model, group=4)` (recipe 5) in place of the third call | one more forward; nested, nearly two |
+# | longer than the second, and the host has no room, as on a free Colab | the five lines without `offload_activations`, up to *24 GB, no offload*. Longer: `apply_nested_checkpointing(model, group=best_group(blocks))` of `recipes_lib.memory.nested_checkpointing` in place of the third call, whose lengths are not in the table | one more forward; nested, nearly two |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else; Llama 3.1 and 3.2 are scaled already, and end at 131,072 | some loss within the trained length |
 # | memory is enough, and a step takes too long | a window (recipe 7), or several GPUs ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) | another model, or more cards |
@@ -1247,7 +1264,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 #
 # ## Do such predictions hold on a card?
 #
-# **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table promised on 24 GB. All twelve fitted. (The longest takes 91 seconds, so longer ones were left out.)
+# **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table of that day promised on 24 GB. All twelve fitted. (The longest takes 91 seconds, so longer ones were left out.)
 #
 # The predictions beside them, three minutes of one CPU core, were made *after* the run, by code that it had corrected in two places. So they show that the account is complete now, and are no forecast. The backward of FlashAttention adds up in tensors that a CPU's has not, which counts in long texts. And under a GPU's autocast the adapters of QLoRA read what is there, where on a CPU they make copies in fp32: by these the dry steps of QLoRA with a chunked loss were a tenth to a fifth too high, and the arithmetic that chose their lengths more. Five of the lengths differ from today's table, because both are in it now. Of its last lengths that of 3B with all weights lies below the one that ran, and that of 8B with *QLoRA* a fifth above it; the others have not run. (That run had `model.activation_checkpointing_enable()`, which keeps one input more than the block for *QLoRA* above.) Below five seconds the seconds say nothing: no step had warmed up.
 #
