@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **A training step of QLoRA on SmolLM2-135M, as peft prepares it and with everything combined, 401 MiB → 252 MiB: -37% memory of tensors, in 0.80× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
+# > **One QLoRA step of SmolLM2-135M: 401 MiB as peft prepares it, and with everything combined 252 MiB: -37% memory of tensors, in 0.80× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
 # >
 # > | what trains | recipes | peak, MiB | memory | time |
 # > |---|---|--:|--:|--:|
@@ -864,7 +864,7 @@ take_turns()
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights, 125 of 252 MiB: 54 are the embedding in 16 bits. (Its untrained loss is 4.12, that of *QLoRA* 4.01: here what is not packed has 16 bits, and weights had 16 before they were packed.)
+# **The answer.** The weights, 125 of 252 MiB: 54 are the embedding in 16 bits. (On the batch its untrained loss is 4.12, that of *QLoRA* 4.01: here what is not packed has 16 bits, and weights had 16 before they were packed.)
 #
 # ## Does it still learn?
 #
@@ -917,13 +917,13 @@ for name in ("QLoRA", "LoRA, compiled"):
 # %% [markdown]
 # With room for 2,579 MiB take *16 bits, compiled, chunked loss*: it trains all weights in about half the time. With 1,091 take *8-bit AdamW in backward, compiled*. With 402 take *LoRA, compiled*, and with 252 *everything combined*.
 #
-# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: the last two rows differ by the four bits alone, which save 37 % for 6 % more time. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 12 or 16 GiB for eight.
+# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *LoRA, compiled* and *everything combined* differ by the four bits alone, which save 37 % for 6 % more time on this CPU. On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 s against 0.25 s: as long as the plain step. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 12 or 16 GiB for eight.
 #
 # **Bytes are the same everywhere, times are not**: look at your own.
 #
-# Each loss is of one run of three steps with four texts, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Offloading, states in fewer bits and streaming have no time, because a CPU's would mislead you on a GPU. That of *8-bit AdamW in backward, compiled* is a CPU's, too.
+# Each loss is of one run of three steps with four texts, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Offloading, states in fewer bits and streaming have no time, because a CPU's would mislead you on a GPU. That of *8-bit AdamW in backward, compiled* is a CPU's, too: on the H100 it took 0.18 s, where the plain step took 0.33.
 #
-# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted on fake tensors to 0.01 %, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less than expected. The equation in closed form is 10 % too low for this baseline: by the size of the gap, in fp32 with shared heads this card's attention keeps all scores. So take *full* in the next table as a lower bound. Slow there is offloading, 3.64×. 8-bit states cost 11 % more time, and streaming 14 % more than *QLoRA*.
+# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted on fake tensors to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less than expected. The equation in closed form is 10 % too low for this baseline: by the size of the gap, in fp32 with shared heads this card's attention keeps all scores. So take *full* in the next table as a lower bound. Slow there is offloading, 3.64×. 8-bit states cost 11 % more time, and streaming about 15 % more than *QLoRA*.
 #
 # <!-- numbers:gpu-01 -->
 # ### Notebook 01 on a GPU
@@ -1007,7 +1007,7 @@ for shape in ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"):
         )
 
 # %% [markdown]
-# *Full* keeps the states of the embedding in 32 bits, as the Trainer does. The other ways have embedding and output layer in 16 bits; in 32, as `prepare_model_for_kbit_training` leaves them, 8B needs 2 GiB more. The table is not for a T4, which has no bf16.
+# *Full* keeps the states of the embedding in 32 bits, as the Trainer does. The other ways have embedding and output layer in 16 bits; in 32, as `prepare_model_for_kbit_training` leaves them, a dry run of 8B needs 10.0 GiB in place of 6.9, and so a card of 16. The table is not for a T4, which has no bf16.
 #
 # **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #
@@ -1047,7 +1047,7 @@ print(f"{found} micro-batches fit, and leave the same gradients")
 #
 # **An order to try.** Start with what changes nothing and costs little: bf16, a loss in chunks, checkpoints, micro-batches. If all weights have to train: 8-bit AdamW, then the step in backward, then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Before all that, [pack](../recipes_lib/training/sequence_packing.py) texts of unequal lengths: padding fills memory, too.
 #
-# **Not when.** *Checkpoints*: activations are not at the peak. *Offloading*: checkpoints are enough, or there are some already. *Mixed precision*: 16 bits are emulated. *Compiled blocks*: each batch has another shape. *The step in backward*: you accumulate, clip, or train in fp16. *States in 16 or 8 bits*: adapters train. *LoRA*: much that is new has to be learned. *QLoRA*: the weights fit in 16 bits. *Streaming*: they fit.
+# **Not when.** *Checkpoints*: activations are not at the peak. *Offloading*: checkpoints are enough, or there are some already. *Mixed precision*: 16 bits are emulated. *Compiled blocks*: each batch has another shape. *The step in backward*: you accumulate, clip, or train in fp16. *States in 16 or 8 bits*: adapters train. *LoRA*: much that is new has to be learned. *QLoRA*: the weights fit in 16 bits, which are faster. *Streaming*: they fit.
 #
 # The [cheatsheet](../CHEATSHEET.md) has the numbers of each recipe and its switch in the libraries, [TRAPS.md](../TRAPS.md) what goes wrong.
 #
@@ -1075,7 +1075,7 @@ print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 #
 # ## Take this home
 #
-# QLoRA by the libraries alone, with the embedding in 16 bits. Write your model's name in place of `resolve(…)`, and give rows with `prompt` and `completion`: with `messages` TRL trains on the prompt, too, unless `assistant_only_loss=True`. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. To paste the lines elsewhere take `four_bits` from recipe 10 and `adapters()` from recipe 9. The peak is above that of *everything combined*: loop, loss and batch are TRL's, and blocks are not compiled. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
+# QLoRA by the libraries alone, with the embedding in 16 bits. Write your model's name in place of `resolve(…)`, and give rows with `prompt` and `completion`: with `messages` TRL trains on the prompt, too, unless `assistant_only_loss=True`. What is longer than `max_length`, by default 1,024 tokens, it cuts in silence. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. To paste the lines elsewhere take `four_bits` from recipe 10 and `adapters()` from recipe 9. The peak is above that of *everything combined*: loop, loss and batch are TRL's, and blocks are not compiled. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
 
 # %%
 from trl import SFTConfig, SFTTrainer

@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **1,589 → 92,346 tokens with five lines of code:** the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). It is about memory: the model knows 8,192 positions. That is **1.7 times as long** as with all that transformers and TRL have switches for; our own loss and copies stand in for theirs here. (Axolotl and Unsloth have tiles, too; they were not run.)
+# > **1,589 → 92,346 tokens with five lines of code:** the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). It is about memory: the model knows 8,192 positions. That is **1.7 times as long** as with all that transformers and TRL have switches for; for TRL's loss and transformers' offload, which needs a GPU, ours stand in here. (Axolotl and Unsloth have tiles, too; they were not run.)
 # >
 # > | in bf16 | longest text | time of a real step of 2,048 tokens, without a limit |
 # > |---|--:|--:|
@@ -24,7 +24,7 @@
 # > | all switches of transformers and TRL | 54,182 | 1.16× |
 # > | **the five lines** | **92,346** | 1.24× |
 # >
-# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest that ran. A step of 92,346 would take 4.7 hours on this machine.
+# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. A step of 92,346 would take 4.7 hours on this machine.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
@@ -302,7 +302,7 @@ for which in ("all switches", "five lines"):
 del model, step, optimizer, memory  # what is alive would be counted below
 
 # %% [markdown]
-# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and the five lines took 7 % longer than all switches, although their copies do not wait: use them when memory runs out, and not before. (A disk that is slower than this one costs more.) The losses are the same to four decimals.
+# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and the five lines took 7 % longer than all switches: use them when memory runs out, and not before. The losses are the same to four decimals.
 #
 # **Where do the bytes go?** `predict` takes the step of 8,192 tokens on tensors that have a shape and no data, and keeps account of every byte:
 
