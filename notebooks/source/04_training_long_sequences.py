@@ -512,7 +512,7 @@ for method, (its_ways, build, lr) in on_24_gb.items():
     on_24_gb[method] = beside_plain(curves)
 
 # %% [markdown]
-# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. What counts there is another choice: with embedding and norms in fp32, as peft's `prepare_model_for_kbit_training` leaves them, the loss falls by 0.20 in place of 0.15, because then what is added up from block to block has 32 bits. For a step, load in bf16 as above; where memory allows, load in `torch.float32`, which doubles the inputs of the blocks, too. It is one seed, one small model and eight steps.
+# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. What counts there is another choice: with embedding and norms in fp32, as peft's `prepare_model_for_kbit_training` leaves them, and so the sum that goes from block to block, the loss falls by 0.20 in place of 0.15. The table below has bf16, as above. Where memory allows, load in `torch.float32`, which doubles the inputs of the blocks, too. It is one seed, one small model and eight steps.
 #
 # **The longest texts.** Each entry of the table has four lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with the inputs on the host besides, which is all that transformers and TRL have switches for → with tiles besides: **all five lines**. They come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
 
