@@ -58,7 +58,9 @@ def test_a_disturbed_time_is_not_quoted_and_stays_listed(results):
 
 def test_the_headline_and_the_table(results):
     headline = render.block("headline-01", folder=results)
-    assert "200 MiB → 100 MiB: -50% memory of tensors, in 0.50× the time.**" in headline
+    assert (
+        "with everything combined 100 MiB: -50% memory of tensors, in 0.50× the time.**" in headline
+    )
     assert "| 100 | -90% | 0.80× (0.80–0.90) |\n>\n> Each row was predicted" in headline
     assert "steps in backward | 300 | -70% | 1.30× (1.20–1.40) |" in headline
     table = render.block("table-01", folder=results)
