@@ -623,7 +623,7 @@ for which, (way, tokens) in tried.items():
 # - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest, and one fitted with 99 % in use, with `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment, which `machine()` sets in this notebook, and your program has to. Buffers of a library come on top, and other kernels have other needs: what others measured with stacks of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
 # - The host has a limit, too: the last column says what 100,000 tokens with the five lines take there, with inputs in 16 bits. Yours is the smaller of the two limits.
-# - The time is that of the last length on the RTX 4090, by arithmetic: forward and backward, at 16 % of the data sheet's rate, which the slower of two steps with the five lines reached on the H100, second forward and copies included. At the 23 % of the other it is two thirds of that. No RTX 4090 has run one.
+# - The time is that of the last length on the RTX 4090, by arithmetic: forward and backward, at 16 % of the data sheet's rate, which the slower of two steps with the five lines reached on the H100, second forward and copies included. At the 23 % of the other it is 0.7 times that. No RTX 4090 has run one.
 # - On a T4 *QLoRA* multiplies in fp16, packs before the model is on the card, and needs `apply_flash_attention`: no fast kernel there takes grouped heads, and their scores would fill the memory. The copies of keys and values are not in the entries, and no T4 has run these lines:
 #
 # ```python
