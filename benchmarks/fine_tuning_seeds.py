@@ -8,6 +8,7 @@ adapters are added to the weights before a model is examined.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ WAYS = {
     "LoRA, large rate": ("lora", 1e-3, 1),
     "QLoRA": ("qlora", 3e-4, 2),
     "full fine-tuning": ("none", 1e-4, 1),
+    "full fine-tuning, small rate": ("none", 3e-5, 2),
 }
 ROWS = 4  # of a step
 
@@ -50,12 +52,15 @@ class Settings:
 
 
 def compare(settings: Settings) -> Iterator[dict[str, Any]]:
-    """What there is after each run."""
-    content = {"before": examined(load_model(settings.model), settings), "runs": []}
-    for seed in settings.seeds:
-        for way in WAYS:
+    """What there is after each run. What was cut goes on after its last one."""
+    content = study.cut_short("fine_tuning_seeds", settings)
+    if content is None:
+        content = {"before": examined(load_model(settings.model), settings), "runs": []}
+    done = {(run["way"], run["seed"]) for run in content["runs"]}
+    for seed, way in itertools.product(settings.seeds, WAYS):
+        if (way, seed) not in done:
             content["runs"].append(trained(way, settings, seed=seed))
-            yield content
+        yield content
 
 
 def trained(way: str, settings: Settings, *, seed: int) -> dict[str, Any]:

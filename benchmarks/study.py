@@ -7,6 +7,8 @@ that was measured, and the table that it becomes is printed, so a run that is cu
 has. The file says `complete` only when the whole run has ended, and `benchmarks.record` takes no
 other.
 
+A program of hours goes on from there (`cut_short`).
+
 What several programs measure in the same way is here, too: calls in turns, and a short training.
 """
 
@@ -79,6 +81,18 @@ def run(
     save(path, content | {"complete": True})
     print(path)
     return path
+
+
+def cut_short(name: str, settings: Any) -> Content | None:
+    """What a run with the same settings has left on this machine before it was cut, or None."""
+    path = runs_dir() / f"{name}.json"
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text())
+    here = provenance() | {"settings": asdict(settings), "complete": False}
+    here = json.loads(json.dumps(here))
+    del here["date"], here["commit"]
+    return content if here.items() <= content.items() else None
 
 
 def _add_option(parser: argparse.ArgumentParser, name: str, default: Any) -> None:

@@ -97,11 +97,13 @@ print(machine())
 smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=16, tokens=72)
 # The model that learns, turns on the clock, and whether blocks compile where they can.
 smollm2 |= dict(learner="smollm2", turns=2, compiles=True)
+# The shapes of *What fits your card*.
+smollm2 |= dict(cards=("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"))
 # On a GPU a shape with random weights, of which plain fp32 training fits.
 llama = smollm2 | dict(shape="llama-3.2-1b", pretrained=False, tokens=256)
 # Continuous integration checks that the code works, not how fast it is.
 tiny = dict(shape="tiny-smollm2", layers=None, pretrained=False, rows=4, tokens=64)
-tiny |= dict(learner="tiny-smollm2", turns=1, compiles=False)
+tiny |= dict(learner="tiny-smollm2", turns=1, compiles=False, cards=("tiny-llama",))
 
 sizes = choose_sizes(
     cpu=smollm2,
@@ -923,7 +925,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # Each loss is of one run of three steps with four texts, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Offloading, states in fewer bits and streaming have no time, because a CPU's would mislead you on a GPU. That of *8-bit AdamW in backward, compiled* is a CPU's, too: on the H100 it took 0.18 s, where the plain step took 0.33.
 #
-# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted on fake tensors to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less than expected. The equation in closed form is 10 % too low for this baseline: by the size of the gap, in fp32 with shared heads this card's attention keeps all scores. So take *full* in the next table as a lower bound. Slow there is offloading, 3.64×. 8-bit states cost 11 % more time, and streaming about 15 % more than *QLoRA*.
+# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted on fake tensors to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less than expected. The equation in closed form is 10 % too low for this baseline: by the size of the gap, in fp32 with shared heads this card's attention keeps all scores. Slow there is offloading, 3.64×. 8-bit states cost 11 % more time, and streaming about 15 % more than *QLoRA*.
 #
 # <!-- numbers:gpu-01 -->
 # ### Notebook 01 on a GPU
@@ -957,15 +959,39 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # ## What fits your card
 #
-# The same equation, for three sizes of Llama on one text of 2,048 tokens. All four ways have checkpoints and a loss in chunks. *Full* trains all weights, kept and multiplied in 32 bits, with 8-bit AdamW in backward. The others train adapters of rank 16 on a base in 16 bits, in four bits, or in four bits with two blocks at a time on the card.
+# The rows of above once more, with the shapes of three Llamas, on one text of 2,048 tokens. A block more adds the same bytes at the same moments, so dry steps of two to four blocks say what all of them need. All ways have checkpoints and a loss in chunks. *Full* trains all weights under autocast, with 8-bit AdamW in backward.
 
 # %%
-from dataclasses import replace
-
-from recipes_lib.core.predict import equation
+from recipes_lib.core.predict import CARDS
+from recipes_lib.core.predict.any_size import any_size
 
 GIB = 2**30
-CARDS = (8, 12, 16, 24, 32, 48, 80)
+MEMORY = (8, 12, 16, 24, 32, 48, 80)  # GiB, of cards
+
+ids = torch.zeros(1, 2048, dtype=torch.long, device=device)
+one_text = {"input_ids": ids, "labels": ids}
+step = partial(step_in_16_bits, texts=one_text)
+whole = dict(optimizer_of=in_8_bits, step=partial(in_one_go, texts=one_text))
+on_a_card = {
+    "full, 8-bit AdamW": partial(build, recipe_2, **whole),
+    "LoRA": partial(build, to_16_bits, lora, recipe_2, step=step),
+    "QLoRA, as peft prepares it": partial(build, qlora, recipe_2, step=step),
+    "QLoRA": partial(build, to_16_bits, qlora, recipe_2, step=step),
+    "QLoRA, streamed": partial(
+        build, to_16_bits, qlora, chunked_loss, streaming, step=step
+    ),
+}
+
+
+def peak_of(shape, way):
+    """Bytes at the peak of a step, from dry steps of few blocks with a card's kernels."""
+
+    def build_of(layers):
+        return way(base=partial(model_of_shape, shape, layers=layers))
+
+    blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
+    few = any_size(build_of, layers=(2, 3), card=CARDS["RTX 4090"])
+    return few.peak(layers=blocks)
 
 
 def room(card):
@@ -973,41 +999,15 @@ def room(card):
     return (card * GIB - GIB / 2) / 1.2
 
 
-def lean_step(step):
-    return equation.with_chunked_loss(equation.with_checkpointing(step))
-
-
-def plain_step(shape, dtype):
-    model = model_of_shape(shape, dtype=dtype, device="meta")
-    return equation.plain_step(model, rows=1, length=2048)
-
-
-def four_ways(shape):
-    """One step by arithmetic, in each of the four ways."""
-    in_32 = plain_step(shape, torch.float32)
-    in_16 = plain_step(shape, torch.bfloat16)
-    in_8_bits = equation.with_states_in(lean_step(in_32), bits=8)
-    on_16_bits = lean_step(equation.with_adapters(in_16, rank=16))
-    on_4_bits = equation.in_four_bits(on_16_bits)
-    away = on_4_bits.sizes.linear_bytes * (1 - 2 / on_4_bits.sizes.blocks)
-    return {
-        "full, 8-bit AdamW": equation.with_step_in_backward(in_8_bits),
-        "LoRA": on_16_bits,
-        "QLoRA": on_4_bits,
-        "QLoRA, streamed": replace(on_4_bits, weights=on_4_bits.weights - round(away)),
-    }
-
-
-print("predicted by arithmetic, not run; the card has a fifth more, and half a GiB\n")
-for shape in ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"):
-    for name, step in four_ways(shape).items():
-        smallest = min(card for card in CARDS if step.peak <= room(card))
-        print(
-            f"{shape:<14}{name:<18}{step.peak / GIB:>6.1f} GiB, fits {smallest:>2} GiB"
-        )
+print("predicted, not run; the card has a fifth more, and half a GiB\n")
+for shape in sizes.cards:
+    for name, way in on_a_card.items():
+        peak = peak_of(shape, way)
+        smallest = min(card for card in MEMORY if peak <= room(card))
+        print(f"{shape:<14}{name:<27}{peak / GIB:>5.1f} GiB, fits {smallest:>2} GiB")
 
 # %% [markdown]
-# *Full* keeps the states of the embedding in 32 bits, as the Trainer does. The other ways have embedding and output layer in 16 bits; in 32, as `prepare_model_for_kbit_training` leaves them, a dry run of 8B needs 10.0 GiB in place of 6.9, and so a card of 16. The table is not for a T4, which has no bf16.
+# *As peft prepares it*: `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16. In the other ways of adapters they have 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight. The table is not for a T4, which has no bf16.
 #
 # **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #

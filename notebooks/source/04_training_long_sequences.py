@@ -514,7 +514,7 @@ for method, (its_ways, build, lr) in on_24_gb.items():
 # %% [markdown]
 # With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. What counts there is another choice: with embedding and norms in fp32, as peft's `prepare_model_for_kbit_training` leaves them, and so the sum that goes from block to block, the loss falls by 0.20 in place of 0.15. The table below has bf16, as above. Where memory allows, load in `torch.float32`, which doubles the inputs of the blocks, too. It is one seed, one small model and eight steps.
 #
-# **The longest texts.** Each entry of the table has four lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with the inputs on the host besides, which is all that transformers and TRL have switches for → with tiles besides: **all five lines**. They come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
+# **The longest texts.** Each entry of the table has four lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with the inputs on the host besides, which is all that transformers and TRL have switches for → with tiles besides: **all five lines**. *No offload* has two: the five lines without the host → with nested checkpoints (recipe 5) in the place of checkpoints. They come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
 
 # %%
 from recipes_lib.core.predict import CARDS
@@ -526,6 +526,8 @@ from recipes_lib.workflows.out_of_memory_doctor.longest_texts import (
     CHECKPOINTS,
     CHECKPOINTS_AND_CHUNKS,
     FIVE_LINES,
+    NESTED,
+    WITHOUT_OFFLOAD,
     longest_text,
     share_of_memory,
 )
@@ -555,7 +557,6 @@ rate = min(reached) * CARDS["RTX 4090"].rate
 cards = {"T4": "T4, 16 GB", "RTX 4090": "RTX 4090, 24 GB", "A100-80GB": "A100, 80 GB"}
 methods = {"all weights": "step in backward", "QLoRA": "QLoRA"}
 stacks = (CHECKPOINTS, CHECKPOINTS_AND_CHUNKS, ALL_SWITCHES, FIVE_LINES)
-no_host = tuple(name for name in FIVE_LINES if name != "activation offload")
 header = ["", *cards.values(), "24 GB, no offload", "last on 24 GB, a step"]
 table = [[*header, "host, 100K tokens"], ["---", *["--:" for _ in header]]]
 shares, halves = [], []
@@ -575,10 +576,13 @@ for shape in sizes.cards:
             whole = step_operations(model, rows=1, length=longest)
             halves.append(step_operations(model, rows=1, length=longest // 2) / whole)
             takes = duration(whole / rate)
-        on |= {"stack": (*no_host, recipe)}
+        no_host = [
+            longest_text(model, card="RTX 4090", stack=(*stack, recipe))
+            for stack in (WITHOUT_OFFLOAD, NESTED)
+        ]
         width = (model.config.num_hidden_layers - 1) * model.config.hidden_size
         row = [f"{shape}, {method}", *map(in_thousands, fits.values())]
-        row += [in_thousands([longest_text(model, **on)]), takes]
+        row += [in_thousands(no_host if max(no_host) > 1000 else [0]), takes]
         table.append([*row, f"{100_000 * width * 2 / 1e9:,.0f} GB"])
 if shares:
     print("the steps themselves fill", end=" ")
@@ -643,7 +647,7 @@ for which, (way, tokens) in tried.items():
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
 # | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
 # | the last | all five lines | 1.4 times the plain step, on two CPU cores at 2,048 tokens; Unsloth reports 1.3 times for its tiles on a GPU |
-# | longer than the second, and the host has no room, as on a free Colab | the five lines without `offload_activations`, up to *24 GB, no offload*. Longer: `apply_nested_checkpointing(model, group=best_group(blocks))` of `recipes_lib.memory.nested_checkpointing` in place of the third call, whose lengths are not in the table | one more forward; nested, nearly two |
+# | longer than the second, and the host has no room, as on a free Colab | the five lines without `offload_activations`, up to the first length of *24 GB, no offload*; up to its second `apply_nested_checkpointing(model, group=best_group(blocks))` of `recipes_lib.memory.nested_checkpointing` in place of the third call | one more forward; nested, nearly two |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else; Llama 3.1 and 3.2 are scaled already, and end at 131,072 | some loss within the trained length |
 # | memory is enough, and a step takes too long | a window (recipe 7), or several GPUs ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) | another model, or more cards |
@@ -662,7 +666,8 @@ diagnosis = diagnose(model=model, batch_size=1, seq_len=32_768, card="RTX 4090")
 for remedy in diagnosis.remedies:
     print(f"{remedy.name}: {remedy.outcome}", *filter(None, [remedy.costs]), sep="; ")
 print(diagnosis.check())
-print("\n".join(diagnosis.lines))
+# Before the command come imports, for a loop of your own.
+print(*[line for line in diagnosis.lines if "import" not in line], sep="\n")
 
 # %% [markdown]
 # (The list is the equation, here 5 % above the dry step that checks it.) The last command is for the stack that was checked: [the five lines in one flat file](../scripts/train_long_sequences.py), with adapters, on a text of yours. No GPU has run it. *QLoRA* fits without an offload, because 32K lies below the second length of its entry (34K): `--method qlora`, without `--inputs host`.

@@ -7,15 +7,19 @@ from recipes_lib.core.model import model_of_shape
 from recipes_lib.workflows.out_of_memory_doctor.longest_texts import (
     CHECKPOINTS,
     FIVE_LINES,
+    NESTED,
     longest_text,
     share_of_memory,
 )
 
 
-def test_the_step_itself_fills_the_card_at_the_longest_text():
-    """The mistakes: adapters in 32 bits, tiles of another size, no sums of attention's backward."""
-    model = model_of_shape("smollm2-135m", dtype=torch.bfloat16, device="meta")
-    step = {"card": "RTX 4090", "stack": (*FIVE_LINES, "QLoRA")}
+@pytest.mark.parametrize("stack", [FIVE_LINES, NESTED], ids=["five lines", "nested"])
+def test_the_step_itself_fills_the_card_at_the_longest_text(stack):
+    """The mistakes: adapters in 32 bits, tiles or groups of another size, no sums of attention's
+    backward, few blocks in the place of a group.
+    """
+    model = model_of_shape("smollm2-135m", layers=9, dtype=torch.bfloat16, device="meta")
+    step = {"card": "RTX 4090", "stack": (*stack, "QLoRA")}
     longest = longest_text(model, **step)
     assert longest > longest_text(model, card="RTX 4090", stack=(*CHECKPOINTS, "QLoRA"))
     assert share_of_memory(model, longest, **step) == pytest.approx(1, abs=0.03)

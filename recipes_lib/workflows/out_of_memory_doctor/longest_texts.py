@@ -19,6 +19,9 @@ CHECKPOINTS = ("checkpointing",)
 CHECKPOINTS_AND_CHUNKS = ("loss in chunks", *CHECKPOINTS)
 ALL_SWITCHES = (*CHECKPOINTS_AND_CHUNKS, "activation offload")  # of transformers and TRL
 FIVE_LINES = (*ALL_SWITCHES, "tiled MLP")
+# Nothing goes to the host.
+WITHOUT_OFFLOAD = (*CHECKPOINTS_AND_CHUNKS, "tiled MLP")
+NESTED = ("loss in chunks", "nested checkpointing", "tiled MLP")
 SHORTEST = 2  # tokens: the first one is nobody's target
 
 

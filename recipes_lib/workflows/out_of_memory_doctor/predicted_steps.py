@@ -21,6 +21,7 @@ from recipes_lib.fine_tuning.qlora import apply_qlora
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.activation_offload import offload_activations
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing, best_group
 from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 from recipes_lib.memory.optimizer_offload import offload_optimizer
 from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
@@ -49,7 +50,9 @@ def dry_peak(question: Question, stack: Stack) -> int:
     build_of = functools.partial(build_with, question, stack)
     options = {"card": question.card, "ranks": question.gpus if "FSDP" in stack else 1}
     depth = len(decoder_blocks(question.model))
-    if depth <= FEW_BLOCKS[1] or not _all_alike(question.model):
+    # Of groups, few blocks say nothing.
+    whole = "nested checkpointing" in stack or not _all_alike(question.model)
+    if depth <= FEW_BLOCKS[1] or whole:
         return predict(build_of(layers=depth), allocator=False, **options).peak
     sizes = [question.own_rows, question.length, stack]
     key = [question.model.config.to_dict(), str(question.model.dtype), *sizes]
@@ -75,15 +78,7 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
     def build_stack() -> tuple[Any, Any, Any]:
         """For a predicted step: the model with the stack of recipes."""
         model = _with_fewer_blocks(question.model, stack, layers)
-        if "tiled MLP" in stack:
-            apply_tiled_mlp(model, norms=True, check=False)
-        if "checkpointing" in stack:
-            apply_activation_checkpointing(model, check=False)
-        if "loss in chunks" in stack:
-            apply_chunked_cross_entropy(model, check=False)
-        if "FSDP" in stack:
-            shard = apply_quantized_shards if "QLoRA" in stack else apply_fully_sharded
-            shard(model)
+        _apply_free(model, stack)
         return model, _optimizer_of_stack(model, stack, micro_batches), step_with_stack
 
     def step_with_stack(model: Any, optimizer: Any) -> None:
@@ -123,6 +118,22 @@ def _with_fewer_blocks(model: Any, stack: Stack, layers: int) -> Any:
     if LORA in stack:
         return apply_lora(shallow, rank=RANK, target_modules=targets, check=False)
     return shallow
+
+
+def _apply_free(model: Any, stack: Stack) -> None:
+    """For a predicted step: the recipes that leave the result as it is, and FSDP."""
+    if "tiled MLP" in stack:
+        apply_tiled_mlp(model, norms=True, check=False)
+    if "checkpointing" in stack:
+        apply_activation_checkpointing(model, check=False)
+    if "nested checkpointing" in stack:
+        group = best_group(len(decoder_blocks(model)))
+        apply_nested_checkpointing(model, group=group, check=False)
+    if "loss in chunks" in stack:
+        apply_chunked_cross_entropy(model, check=False)
+    if "FSDP" in stack:
+        shard = apply_quantized_shards if "QLoRA" in stack else apply_fully_sharded
+        shard(model)
 
 
 def _optimizer_of_stack(model: Any, stack: Stack, micro_batches: int) -> Any:

@@ -27,6 +27,7 @@ from recipes_lib.core.model.bytes_of_tensors import parts_needed
 from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.predict import Card, equation
 from recipes_lib.core.predict.card import MODERN
+from recipes_lib.memory.nested_checkpointing import best_group
 from recipes_lib.memory.optimizer_offload import host_bytes
 
 MIB = 2**20
@@ -86,6 +87,8 @@ TABLE = """
 micro-batches of 1 | smaller products | training.gradient_accumulation | accumulate_gradients
 loss in chunks | little | memory.chunked_cross_entropy | apply_chunked_cross_entropy
 checkpointing | one more forward | memory.activation_checkpointing | apply_activation_checkpointing
+nested checkpointing | nearly two more forwards | memory.nested_checkpointing | \
+apply_nested_checkpointing
 16-bit AdamW | rounded states | precision.sixteen_bit_adam | sixteen_bit_adamw
 8-bit AdamW | rounded states | precision.eight_bit_adam | eight_bit_adamw
 step in backward | no clipping | memory.optimizer_in_backward | apply_optimizer_in_backward
@@ -186,6 +189,7 @@ CHANGES = {
     "QLoRA": equation.in_four_bits,
     "tiled MLP": functools.partial(equation.with_tiled_mlp, norms=True),
     "checkpointing": equation.with_checkpointing,
+    "nested checkpointing": equation.with_checkpointing,
     "FSDP": equation.sharded,
     "loss in chunks": equation.with_chunked_loss,
     "16-bit AdamW": functools.partial(equation.with_states_in, bits=16),
@@ -246,7 +250,11 @@ class Remedies:
             copies = "QLoRA" not in stack or self.question.card is None
             step = equation.with_adapters(step, rank=RANK, copies=copies)
         tile = max(self.question.model.config.get_text_config().hidden_size, LEAST_TILE)
-        options = {"FSDP": {"ranks": self.question.gpus}, "tiled MLP": {"tile": tile}}
+        options = {
+            "FSDP": {"ranks": self.question.gpus},
+            "tiled MLP": {"tile": tile},
+            "nested checkpointing": {"group": best_group(step.sizes.blocks)},
+        }
         for name, change in CHANGES.items():
             if name in stack:
                 step = change(step, **options.get(name, {}))
