@@ -30,11 +30,14 @@ from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora, merge_qlora
 from recipes_lib.precision.mixed_precision import mixed_precision
 
-# The adapters, the rate, and how often a pair is seen: with a small rate, twice.
+# The adapters, the rate, and how often a pair is seen.
 WAYS = {
     "LoRA": ("lora", 3e-4, 2),
+    "LoRA, small rate": ("lora", 1e-4, 2),
     "LoRA, large rate": ("lora", 1e-3, 1),
     "QLoRA": ("qlora", 3e-4, 2),
+    # Embedding and norms in 32 bits, as peft's `prepare_model_for_kbit_training` leaves them.
+    "QLoRA, the rest in 32 bits": ("qlora on fp32", 3e-4, 2),
     "full fine-tuning": ("none", 1e-4, 1),
     "full fine-tuning, small rate": ("none", 3e-5, 2),
 }
@@ -77,6 +80,8 @@ def trained(way: str, settings: Settings, *, seed: int) -> dict[str, Any]:
         model = apply_lora(load_model(settings.model, dtype=half))
     elif adapters == "qlora":
         model = apply_qlora(load_model(settings.model, dtype=half), compute_dtype=half)
+    elif adapters == "qlora on fp32":
+        model = apply_qlora(load_model(settings.model), compute_dtype=half)
     else:
         model = load_model(settings.model)
     weights = [weight for weight in model.train().parameters() if weight.requires_grad]
@@ -87,7 +92,7 @@ def trained(way: str, settings: Settings, *, seed: int) -> dict[str, Any]:
         schedule.step()
     if adapters == "lora":
         model = model.merge_and_unload()
-    if adapters == "qlora":
+    if adapters.startswith("qlora"):
         model = merge_qlora(model)
     facts = {"way": way, "seed": seed, "lr": rate, "steps": len(steps)}
     return facts | examined(model, settings)

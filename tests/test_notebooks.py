@@ -5,6 +5,8 @@ Each test looks at all notebooks, and lists what is wrong in any of them.
 
 from __future__ import annotations
 
+import ast
+import builtins
 import functools
 import importlib.util
 import re
@@ -113,3 +115,18 @@ def test_links_of_sources_lead_somewhere():
         text = source.read_text(encoding="utf-8")
         wrong += [f"{name}: {found.group()}" for found in LOCAL_PATH.finditer(text)]
     assert wrong == []
+
+
+def test_the_cell_to_take_home_needs_nothing_else_of_its_page():
+    """The mistake: lines to copy that ask for a name of an earlier cell."""
+    cells = of_kind(built()["01_large_models_limited_hardware"], "code")
+    tree = ast.parse(next(cell.source for cell in cells if "SFTTrainer(" in cell.source))
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    stored = {name.id for name in names if not isinstance(name.ctx, ast.Load)}
+    stored |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    stored |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            stored |= {alias.asname or alias.name for alias in node.names}
+    asked = {name.id for name in names} - stored - set(dir(builtins))
+    assert asked == {"source", "half"}

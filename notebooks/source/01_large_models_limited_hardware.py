@@ -451,7 +451,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. (It has one embedding copy less: now the second gradient is added into the first one.) **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
+# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. (It has one embedding copy less, 108 MiB: now the second gradient is added into the first one.) **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
 #
 # ### 3. Activation offloading
 #
@@ -481,7 +481,7 @@ ladder.climb("activation offloading", offloaded, group="in 32 bits", **if_on_gpu
 # %% [markdown]
 # **The answer.** Yes, by 2 MiB, and now the second tower is the peak. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. (On the H100 [below](#Notebook-01-on-a-GPU) offloading is the higher one, and takes three times as long: which wins depends on the shape.)
 #
-# **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`.
+# **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`. `save_on_cpu` moves saved weights, too; `with offload_activations(model, to="host"):` of this repository does not.
 #
 # ## Faster: 16 bits and a compiler
 #
@@ -567,7 +567,7 @@ ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits)
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: here, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**. The baseline takes part each time, and a row is compared with its turns there. In brackets stands the range: of the seconds, and of the ratios turn by turn.
+# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: here, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**. The baseline takes part each time, and a row is compared with its turns there. In brackets stands the range: of the seconds, and of the ratios turn by turn. (One slow turn of the baseline lowers every ratio of that turn: then read the seconds.)
 
 # %%
 from recipes_lib.report.ladder import RATIO, TIME, cell
@@ -645,7 +645,7 @@ ladder.climb("step in backward", in_one_step, **on_lean)
 towers("step in backward")
 
 # %% [markdown]
-# **The answer.** Of its 624 MiB of gradients and copies, 219 stay: the two parts of the embedding's gradient. Now the end of forward is higher, 1,857 MiB: there the loss in chunks has made the output layer's gradient already.
+# **The answer.** Of its 624 MiB of gradients and copies, 219 stay, 216 of them the two parts of the embedding's gradient. Now the end of forward is higher, 1,857 MiB: there the loss in chunks has made the output layer's gradient already.
 #
 # **In your code.** The hook above is all the code there is; torchtune has it as `optimizer_in_bwd: True`, and the Trainer in layer-wise optimizers only (`optim="galore_adamw_layerwise"`). Accumulation, clipping by the global norm and a loss scale find no gradients, and PyTorch raises no error. Ours refuses them.
 #
@@ -919,13 +919,13 @@ for name in ("QLoRA", "LoRA, compiled"):
 # %% [markdown]
 # With room for 2,579 MiB take *16 bits, compiled, chunked loss*: it trains all weights in about half the time. With 1,091 take *8-bit AdamW in backward, compiled*. With 402 take *LoRA, compiled*, and with 252 *everything combined*.
 #
-# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *LoRA, compiled* and *everything combined* differ by the four bits alone, which save 37 % for 6 % more time on this CPU. On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 s against 0.25 s: as long as the plain step. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) The table below says when a larger model needs them: with 8 GiB for three billion weights, with 12 or 16 GiB for eight.
+# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *LoRA, compiled* and *everything combined* differ by the four bits alone, which save 37 % for 6 % more time on this CPU. On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 s against 0.25 s: as long as the plain step. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA* ends at 3.17: so half of the 0.27 comes with the embedding and norms in 16 bits, SEEDS The table below says when a larger model needs them: with 8 GiB for three billion weights, with 12 or 16 GiB for eight.
 #
 # **Bytes are the same everywhere, times are not**: look at your own.
 #
 # Each loss is of one run of three steps with four texts, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Offloading, states in fewer bits and streaming have no time, because a CPU's would mislead you on a GPU. That of *8-bit AdamW in backward, compiled* is a CPU's, too: on the H100 it took 0.18 s, where the plain step took 0.33.
 #
-# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted on fake tensors to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less than expected. The equation in closed form is 10 % too low for this baseline: by the size of the gap, in fp32 with shared heads this card's attention keeps all scores. Slow there is offloading, 3.64×. 8-bit states cost 11 % more time, and streaming about 15 % more than *QLoRA*.
+# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted on fake tensors to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less than expected. The equation in closed form is 10 % too low for this baseline; the gap has the size of attention's scores, so probably they are kept. Slow there is offloading, 3.64×. 8-bit states cost 11 % more time, and streaming about 15 % more than *QLoRA*.
 #
 # <!-- numbers:gpu-01 -->
 # ### Notebook 01 on a GPU
@@ -1007,7 +1007,7 @@ for shape in sizes.cards:
         print(f"{shape:<14}{name:<27}{peak / GIB:>5.1f} GiB, fits {smallest:>2} GiB")
 
 # %% [markdown]
-# *As peft prepares it*: `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16. In the other ways of adapters they have 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight. The table is not for a T4, which has no bf16.
+# *As peft prepares it*: `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16. In the other ways of adapters they have 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight. The table is not for a T4, which has no bf16. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; how long a text may be says [notebook 04](../notebooks/04_training_long_sequences.ipynb).
 #
 # **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #
@@ -1045,7 +1045,7 @@ print(f"{found} micro-batches fit, and leave the same gradients")
 #
 # ## Which recipe when
 #
-# **An order to try.** Start with what changes nothing and costs little: bf16, a loss in chunks, checkpoints, micro-batches. If all weights have to train: 8-bit AdamW, then the step in backward, then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Before all that, [pack](../recipes_lib/training/sequence_packing.py) texts of unequal lengths: padding fills memory, too.
+# **An order to try.** Start with what leaves the training nearly as it is: bf16, compiled blocks where all batches have one shape, a loss in chunks; then micro-batches and checkpoints, which took 6 to 19 % more time on the CPU and 11 to 24 % on the H100. If all weights have to train: 8-bit AdamW, then the step in backward, then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Before all that, [pack](../recipes_lib/training/sequence_packing.py) texts of unequal lengths: padding fills memory, too.
 #
 # **Not when.** *Checkpoints*: activations are not at the peak. *Offloading*: checkpoints are enough, or there are some already. *Mixed precision*: 16 bits are emulated. *Compiled blocks*: each batch has another shape. *The step in backward*: you accumulate, clip, or train in fp16. *States in 16 or 8 bits*: adapters train. *LoRA*: much that is new has to be learned. *QLoRA*: the weights fit in 16 bits, which are faster. *Streaming*: they fit.
 #
@@ -1071,52 +1071,86 @@ for remedy in diagnosis.remedies:
 print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 
 # %% [markdown]
-# The line with the optimizer offload fits the card, and is passed over: look at what it asks of the host. Lines without adapters train all weights in bf16, whose updates need stochastic rounding (recipe 7). The line of QLoRA is without checkpoints.
+# The line with the optimizer offload fits the card, and is passed over: it asks too much of the host, 16 bytes per weight for an fp32 copy, its gradient and both averages, and pinned memory for the way. Lines without adapters train all weights in bf16, whose updates need stochastic rounding (recipe 7). The line of QLoRA is without checkpoints.
 #
 # ## Take this home
 #
-# QLoRA by the libraries alone, with the embedding in 16 bits. Write your model's name in place of `resolve(…)`, and give rows with `prompt` and `completion`: with `messages` TRL trains on the prompt, too, unless `assistant_only_loss=True`. What is longer than `max_length`, by default 1,024 tokens, it cuts in silence. [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. To paste the lines elsewhere take `four_bits` from recipe 10 and `adapters()` from recipe 9. The peak is above that of *everything combined*: loop, loss and batch are TRL's, and blocks are not compiled. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
+# QLoRA by the libraries alone, with the embedding in 16 bits. The cell after the next one uses nothing else of this page: give `source` and `half`, and your own pairs. Rows of `messages` in their place train on the question, too, unless `assistant_only_loss=True`.
 
 # %%
+source = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")  # an id of the hub, or a folder
+half = precision.dtype  # torch.bfloat16; on a T4 torch.float16
+
+# %%
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
-others = bytes_alive()  # of earlier cells
-source = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")  # of the hub, or a folder
+
+def pair(question, answer):
+    """Messages get the model's chat template; plain strings would get none."""
+    prompt = [{"role": "user", "content": question}]
+    return {
+        "prompt": prompt,
+        "completion": [{"role": "assistant", "content": answer}],
+    }
+
+
+pairs = [
+    pair("Which method of a list adds one item at its end?", "append"),
+    pair("Which one adds all items of another list?", "extend"),
+    pair("Which one takes the last item away and returns it?", "pop"),
+    pair("Which one puts the items in order?", "sort"),
+]
+four_bits = BitsAndBytesConfig(  # recipe 10
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=half,
+)
+model = AutoModelForCausalLM.from_pretrained(
+    source,
+    quantization_config=four_bits,
+    dtype=half,  # the embedding too stays in 16 bits
+    device_map="auto",
+)
 settings = SFTConfig(
     output_dir="runs/take-away",
     max_steps=1,  # to see that it runs; without it: three epochs
+    max_length=1024,  # what is longer is cut, in silence
     per_device_train_batch_size=2,
     gradient_accumulation_steps=2,  # recipe 1
-    activation_checkpointing=True,  # recipe 2, and TRL's loss is in chunks
-    bf16=precision.dtype == torch.bfloat16,  # recipe 4
-    fp16=precision.dtype == torch.float16,
+    activation_checkpointing=True,  # recipe 2; TRL's loss is in chunks, too
+    bf16=half == torch.bfloat16,  # recipe 4
+    fp16=half == torch.float16,
     optim="adamw_torch_fused",  # recipe 7, where all weights train: "adamw_8bit"
     learning_rate=2e-4,
     logging_steps=1,
-    use_cpu=device == "cpu",
+    use_cpu=not torch.cuda.is_available(),
     report_to="none",
     disable_tqdm=True,
 )
 trainer = SFTTrainer(
-    model=AutoModelForCausalLM.from_pretrained(
-        source,
-        quantization_config=four_bits,  # of recipe 10
-        dtype=precision.dtype,  # the embedding too stays in 16 bits
-        device_map=device,
-    ),
+    model=model,
     args=settings,
-    train_dataset=train,  # a datasets.Dataset, of texts or of tokens
-    processing_class=tokenizer,
-    peft_config=adapters(),  # of recipe 9
+    train_dataset=Dataset.from_list(pairs),
+    peft_config=LoraConfig(
+        r=16, lora_alpha=32, target_modules="all-linear"
+    ),  # recipe 9
 )
 for weight in trainer.model.parameters():
     if weight.requires_grad:  # TRL gave the adapters 16 bits: they would lose updates
         weight.data = weight.data.float()
-with PeakMemory() as memory:
-    trainer.train()
+trainer.train()
 trainer.save_model()  # the adapters
-print(f"peak of tensors: {mib(memory.peak - others)}")
-del trainer
+print(f"TRL {trl.__version__}")
+del trainer, model
+
+# %% [markdown]
+# [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
 
 # %% [markdown]
 # ## References

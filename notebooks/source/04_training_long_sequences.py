@@ -29,25 +29,30 @@
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
 #
-# **The five lines**, for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. They are the three calls and the two `with`; `optimizer.step()` comes after both, as in your loop. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.) Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion (Llama 3.2 1B: [50,500 tokens](#My-card,-my-model,-my-length:-what-do-I-do?), by dry steps); for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
+# **The five lines**, for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. They are the three calls and the two `with`. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.) Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion (Llama 3.2 1B: [50,500 tokens](#My-card,-my-model,-my-length:-what-do-I-do?), by dry steps); for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
 #
 # ```python
 # # pip install "llm-training-recipes @ git+https://github.com/your-username/llm-training-recipes"
 # # Start Python with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment.
+# import torch
+# from transformers import AutoModelForCausalLM
 # from recipes_lib.memory.activation_offload import offload_activations
 # from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda()
 # model.train()  # without it no chunks, and no checkpoints
+# optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
 #
 # apply_chunked_cross_entropy(model)                        # no table of logits
 # apply_tiled_mlp(model, norms=True)                        # an MLP sees some tokens at a time
 # model.activation_checkpointing_enable()                   # of a block only its input stays,
 # with offload_activations(model, to="host", in_flight=1):  # and that input waits in host memory
 #     with torch.autocast("cuda", torch.bfloat16):          # products in 16 bits
-#         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+#         loss = model(input_ids=ids, labels=ids, use_cache=False).loss  # ids [1, S]
 #     loss.backward()
+# optimizer.step()
+# optimizer.zero_grad()
 # ```
 #
 # Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. On a T4, which has no bf16, and room for about half a billion weights this way, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. And call `apply_flash_attention(model)` of `recipes_lib.attention.flash` first: the fast kernels there refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are.
@@ -58,7 +63,7 @@
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | ten on two CPU cores |
 # | **Minutes to read** | ten up to *What runs out*, which is all you need to act; 30 in all |
-# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps, up to 135,015 tokens. All fitted, and predictions, corrected after that run, are within 0.1 % ([below](#Do-such-predictions-hold-on-a-card?)). Of today's last lengths on 24 GB one (3B, all weights) lies below a length that ran; the others have not run, and not the block above, with weights in fp32 |
+# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps, up to 135,015 tokens. All fitted, and predictions, corrected after that run, are within 0.1 % ([below](#Do-such-predictions-hold-on-a-card?)). Of the last lengths on 24 GB below, that of 3B with all weights is covered by a step that ran. The other four, and the block above with its weights in fp32, have not run |
 #
 # ## Setup
 #
@@ -83,6 +88,7 @@ if importlib.util.find_spec("recipes_lib") is None:
 
 # %%
 import contextlib
+import functools
 import gc
 import math
 import time
@@ -386,7 +392,7 @@ apart = beside_plain(curves)
 #     activation_checkpointing=True,
 #     activation_checkpointing_kwargs={"offload": True},
 # )
-# SFTTrainer(model=model, args=config, train_dataset=texts).train()
+# SFTTrainer(model=model, args=config, train_dataset=texts).train()  # weights in fp32, as above
 # ```
 #
 # `activation_offloading=True` in place of the last line of the configuration copies beside the computation, and takes more memory.
@@ -424,8 +430,7 @@ apart = beside_plain(curves)
 # - *QLoRA*: adapters train, on a frozen base of 4 bits ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)).
 #
 # ```python
-# # All weights: these lines, then the block at the top from apply_chunked_cross_entropy(model)
-# # on, without the line of autocast. optimizer.step() after both `with` only closes the step.
+# # All weights, with the imports of the block at the top
 # from functools import partial
 # from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 # from recipes_lib.precision.pure_bf16 import bf16_adamw
@@ -433,6 +438,15 @@ apart = beside_plain(curves)
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).cuda().train()
 # rounded = partial(bf16_adamw, rounding="stochastic")
 # optimizer = apply_optimizer_in_backward(model, optimizer_class=rounded, lr=2e-5)
+#
+# apply_chunked_cross_entropy(model)
+# apply_tiled_mlp(model, norms=True)
+# model.activation_checkpointing_enable()
+# with offload_activations(model, to="host", in_flight=1):
+#     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+#     loss.backward()  # each weight moves in here
+# optimizer.step()  # closes the step
+# optimizer.zero_grad()
 # ```
 #
 # ```python
@@ -476,14 +490,22 @@ def with_adapters(model):
     return apply_qlora(model, compute_dtype=torch.bfloat16)
 
 
-def with_adapters_and_the_rest_in_fp32(model):  # as peft prepares it
-    return with_adapters(model.float())
+def rest_in_fp32(model):
+    """As peft prepares it: embedding, norms and output layer in 32 bits."""
+    for weight in model.parameters():
+        if weight.dtype == torch.bfloat16:
+            weight.data = weight.data.float()
+    return model
 
 
-def adapters_in_five_lines(model):
+def with_adapters_and_the_rest_in_fp32(model):
+    return rest_in_fp32(with_adapters(model))
+
+
+def adapters_in_five_lines(model, **tiles):
     model = with_adapters(model)
     apply_chunked_cross_entropy(model)
-    apply_tiled_mlp(model, norms=True, tile_size=sizes.learns // 2)
+    apply_tiled_mlp(model, norms=True, **tiles)
     apply_activation_checkpointing(model)
     return model
 
@@ -495,7 +517,11 @@ all_weights = {
 }
 of_adapters = {
     "plain": Way(with_adapters, precision=in_16_bits),
-    "five lines": Way(adapters_in_five_lines, inputs_wait, in_16_bits),
+    "five lines": Way(
+        partial(adapters_in_five_lines, tile_size=sizes.learns // 2),
+        inputs_wait,
+        in_16_bits,
+    ),
     "plain, the rest in fp32": Way(
         with_adapters_and_the_rest_in_fp32, precision=in_16_bits
     ),
@@ -512,12 +538,13 @@ for method, (its_ways, build, lr) in on_24_gb.items():
     on_24_gb[method] = beside_plain(curves)
 
 # %% [markdown]
-# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. What counts there is another choice: with embedding and norms in fp32, as peft's `prepare_model_for_kbit_training` leaves them, and so the sum that goes from block to block, the loss falls by 0.20 in place of 0.15. The table below has bf16, as above. Where memory allows, load in `torch.float32`, which doubles the inputs of the blocks, too. It is one seed, one small model and eight steps.
+# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. What counts there is another choice: with embedding and norms in fp32, as peft's `prepare_model_for_kbit_training` leaves them, and so the sum that goes from block to block, the loss falls by 0.20 in place of 0.15. It is one seed, one small model and eight steps. **The entries below have bf16.** On 24 GB fp32 leaves 91,400 tokens of the 161,000 for 8B (dry steps below), and the lines for it are those of `rest_in_fp32`, after `apply_qlora`.
 #
 # **The longest texts.** Each entry of the table has four lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with the inputs on the host besides, which is all that transformers and TRL have switches for → with tiles besides: **all five lines**. *No offload* has two: the five lines without the host → with nested checkpoints (recipe 5) in the place of checkpoints. They come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
 
 # %%
 from recipes_lib.core.predict import CARDS
+from recipes_lib.core.predict.any_size import any_size
 from recipes_lib.core.predict.flops import step_operations
 from recipes_lib.report.ladders.length import LengthLadder, duration
 from recipes_lib.report.records import recorded
@@ -534,6 +561,7 @@ from recipes_lib.workflows.out_of_memory_doctor.longest_texts import (
 from recipes_lib.workflows.out_of_memory_doctor.remedies import limit_of
 
 
+@functools.cache
 def on_meta(shape):
     # Yours: model_without_weights("Qwen/Qwen3-4B", dtype=torch.bfloat16)
     return model_of_shape(shape, dtype=torch.bfloat16, device="meta")
@@ -545,8 +573,60 @@ def in_thousands(lengths):
     )
 
 
-# Of the data sheet's rate, the slower of the two steps with all five lines on an H100.
-reached = []
+cards = {
+    "T4": "T4, 16 GB, at most",
+    "RTX 4090": "RTX 4090, 24 GB",
+    "A100-80GB": "A100, 80 GB",
+}
+methods = {"all weights": "step in backward", "QLoRA": "QLoRA"}
+stacks = {
+    "checkpoints": CHECKPOINTS,
+    "+ chunked loss": CHECKPOINTS_AND_CHUNKS,
+    "+ offload": ALL_SWITCHES,
+    "+ tiles": FIVE_LINES,
+}
+header = ["", *cards.values(), "24 GB, no offload"]
+table = [header, ["---", *["--:" for _ in header[1:]]]]
+on_24, shares, halves = {}, [], []
+for shape in sizes.cards:
+    model = on_meta(shape)
+    for method, recipe in methods.items():
+        fits = {}
+        for card in cards:
+            fits[card] = [
+                longest_text(model, card=card, stack=(*stack, recipe))
+                for stack in stacks.values()
+            ]
+            if max(fits[card]) < 1000:
+                fits[card] = [0]
+        if method == "all weights":  # a step in backward has no scaled loss for fp16
+            fits["T4"] = [0]
+        on_24[f"{shape}, {method}"] = fits["RTX 4090"]
+        longest = fits["RTX 4090"][-1]
+        if longest > 1000:
+            on = {"card": "RTX 4090", "stack": (*FIVE_LINES, recipe)}
+            shares.append(share_of_memory(model, longest, **on))
+            whole = step_operations(model, rows=1, length=longest)
+            halves.append(step_operations(model, rows=1, length=longest // 2) / whole)
+        no_host = [
+            longest_text(model, card="RTX 4090", stack=(*stack, recipe))
+            for stack in (WITHOUT_OFFLOAD, NESTED)
+        ]
+        row = [f"{shape}, {method}", *map(in_thousands, fits.values())]
+        table.append([*row, in_thousands(no_host if max(no_host) > 1000 else [0])])
+if shares:
+    print("the steps themselves fill", end=" ")
+    print(f"{min(shares):.1%} to {max(shares):.1%} of what the table gives to tensors")
+    print(
+        f"half of the length takes {min(halves):.0%} to {max(halves):.0%} of the time"
+    )
+Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
+
+# %% [markdown]
+# **What do 16K to 128K take on 24 GB?** In each field the least that fits, the time of a step, and what waits on the host. Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slower of two steps with the five lines did on the H100.
+
+# %%
+reached = []  # of the rate in the data sheet
 for which, step in recorded("lengths").items():
     if which.endswith("five lines"):
         shape, *_ = which.split(", ")
@@ -554,47 +634,32 @@ for which, step in recorded("lengths").items():
         reached.append(operations / step["seconds"] / CARDS["H100"].rate)
 rate = min(reached) * CARDS["RTX 4090"].rate
 
-cards = {"T4": "T4, 16 GB", "RTX 4090": "RTX 4090, 24 GB", "A100-80GB": "A100, 80 GB"}
-methods = {"all weights": "step in backward", "QLoRA": "QLoRA"}
-stacks = (CHECKPOINTS, CHECKPOINTS_AND_CHUNKS, ALL_SWITCHES, FIVE_LINES)
-header = ["", *cards.values(), "24 GB, no offload", "last on 24 GB, a step"]
-table = [[*header, "host, 100K tokens"], ["---", *["--:" for _ in header]]]
-shares, halves = [], []
-for shape in sizes.cards:
+
+def least(shape, lengths, tokens):
+    """The first stack that holds so many tokens, its time, and its bytes on the host."""
+    enough = [name for name, most in zip(stacks, lengths) if most >= tokens]
+    if not enough:
+        return "–"
     model = on_meta(shape)
-    for method, recipe in methods.items():
-        fits = {}
-        for card in cards:
-            each = [longest_text(model, card=card, stack=(*s, recipe)) for s in stacks]
-            fits[card] = each if max(each) > 1000 else [0]
-        if method == "all weights":  # a step in backward has no scaled loss for fp16
-            fits["T4"] = [0]
-        longest, takes = fits["RTX 4090"][-1], ""
-        on = {"card": "RTX 4090", "stack": (*FIVE_LINES, recipe)}
-        if longest > 1000:
-            shares.append(share_of_memory(model, longest, **on))
-            whole = step_operations(model, rows=1, length=longest)
-            halves.append(step_operations(model, rows=1, length=longest // 2) / whole)
-            takes = duration(whole / rate)
-        no_host = [
-            longest_text(model, card="RTX 4090", stack=(*stack, recipe))
-            for stack in (WITHOUT_OFFLOAD, NESTED)
-        ]
-        width = (model.config.num_hidden_layers - 1) * model.config.hidden_size
-        row = [f"{shape}, {method}", *map(in_thousands, fits.values())]
-        row += [in_thousands(no_host if max(no_host) > 1000 else [0]), takes]
-        table.append([*row, f"{100_000 * width * 2 / 1e9:,.0f} GB"])
-if shares:
-    print("the steps themselves fill", end=" ")
-    print(f"{min(shares):.1%} to {max(shares):.1%} of what the table gives to tensors")
-    print(
-        f"half of the length takes {min(halves):.0%} to {max(halves):.0%} of the time"
+    answer = (
+        f"{enough[0]}, {duration(step_operations(model, rows=1, length=tokens) / rate)}"
     )
+    if enough[0] in ("+ offload", "+ tiles"):
+        width = (model.config.num_hidden_layers - 1) * model.config.hidden_size
+        answer += f", {2 * width * tokens / 1e9:,.0f} GB"
+    return answer
+
+
+wanted = (16_384, 32_768, 65_536, 131_072)  # tokens
+table = [["24 GB", *[f"{tokens:,}" for tokens in wanted]], ["---"] * 5]
+for which, lengths in on_24.items():
+    shape, _ = which.split(", ")
+    table.append([which, *[least(shape, lengths, tokens) for tokens in wanted]])
 print("of its data sheet's rate the H100 reached", *(f"{each:.0%}" for each in reached))
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
-# *The block at the top* has weights in fp32 and products in 16 bits. The arithmetic knows one precision at a time, so its lengths were found by bisection, and dry steps on that card say here how full it is:
+# *The block at the top* has weights in fp32 and products in 16 bits, and so have *QLoRA*'s embedding and norms where they are kept in fp32. The arithmetic knows one precision at a time, so these lengths were found by bisection, and dry steps on that card say here how full it is:
 
 
 # %%
@@ -620,20 +685,38 @@ for which, (way, tokens) in tried.items():
     print(f"{shape} in fp32, 24 GB, {which}: {tokens:,} tokens fill", end=" ")
     print(f"{filled[which]:.1%} of what tensors get")
 
+# Of 32 blocks three to five are enough: each one more adds the same bytes.
+shape, tokens = sizes.cards[-1], 91_400
+way = Way(
+    lambda model: rest_in_fp32(adapters_in_five_lines(model)), inputs_wait, in_16_bits
+)
+dry_step = partial(without_data, way, min(tokens, sizes.most), shape)
+blocks = on_meta(shape).config.num_hidden_layers
+taken = any_size(dry_step, layers=(3, 4), card=card).peak(layers=blocks)
+which = "QLoRA with the rest in fp32, five lines"
+filled[which] = taken / limit_of(card)
+print(f"{shape}, 24 GB, {which}: {tokens:,} tokens fill {filled[which]:.1%}")
+
 # %% [markdown]
+# In the block at the top the offload brings nothing without tiles, for there the MLP is the peak, and 1.7 times the length with them.
+#
 # **Before you use an entry:**
 #
+# - Nothing else may use the card: take off what `nvidia-smi` shows before the start.
 # - These models know 131,072 positions. What is longer is about memory only.
 # - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest, and one fitted with 99 % in use, with `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment, which `machine()` sets in this notebook, and your program has to. Buffers of a library come on top, and other kernels have other needs: what others measured with stacks of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
-# - The host has a limit, too: the last column says what 100,000 tokens with the five lines take there, with inputs in 16 bits. Yours is the smaller of the two limits.
-# - The time is that of the last length on the RTX 4090, by arithmetic: forward and backward, at 16 % of the data sheet's rate, which the slower of two steps with the five lines reached on the H100, second forward and copies included. At the 23 % of the other it is 0.7 times that. No RTX 4090 has run one.
-# - On a T4 *QLoRA* multiplies in fp16, packs before the model is on the card, and needs `apply_flash_attention`: no fast kernel there takes grouped heads, and their scores would fill the memory. The copies of keys and values are not in the entries, and no T4 has run these lines:
+# - The host has a limit, too. In the second table it is the last number of a field, with inputs in 16 bits; in fp32 they take twice that.
+# - Minutes are forward and backward at 16 % of the data sheet's rate, second forward and copies included; at the 23 % of the other step it is 0.7 times that. No RTX 4090 has run one.
+# - On a T4 *QLoRA* multiplies in fp16, packs before the model is on the card, and needs `apply_flash_attention`: no fast kernel there takes grouped heads, and their scores would fill the memory. The copies of keys and values are not in the entries, so they are at most. No T4 has run these lines:
 #
 # ```python
+# from recipes_lib.attention.flash import apply_flash_attention
+# from recipes_lib.fine_tuning.qlora import apply_qlora, quantize_nf4
+#
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16).train()  # on the host
-# quantize_nf4(model, compute_dtype=torch.float16, device="cuda")  # of fine_tuning.qlora
-# model = apply_qlora(apply_flash_attention(model.to("cuda")))
+# quantize_nf4(model, compute_dtype=torch.float16, device="cuda")
+# model = apply_qlora(apply_flash_attention(model.to("cuda")))  # packed already: adds adapters
 # scaler = torch.amp.GradScaler()
 # # Then as above, with autocast in torch.float16, and for backward and step:
 # scaler.scale(loss).backward()
@@ -1504,6 +1587,7 @@ ladder.note(
     short_tokens=sizes.short,
     real=real["five lines", sizes.long] | {"tokens": sizes.long},
     learned={"steps": sizes.steps, "apart": apart, "on 24 GB": on_24_gb},
+    longest_of_8b=dict(zip(stacks, on_24[f"{sizes.cards[-1]}, QLoRA"])),
     per_token=per_token | {"longest": at_the_longest},
 )
 if not on_gpu:

@@ -88,7 +88,7 @@ print(f"SmolLM2 comes from: {model_source()}\n{source_note()}")
 cpu = dict(
     model="smollm2",
     rows=3,  # sentences in a step
-    steps=105,  # of one pass through the pairs
+    steps=96,  # of one pass through the pairs
     script_steps=10,  # of the script
     held_out=64,  # sentences that judge, and are never trained on
     rounds=2,  # of timing
@@ -202,58 +202,85 @@ print(f"right: {targets:.0%} of the tokens carry loss")
 # ## A script to copy
 #
 # ```python
-# # pip install "trl>=1.16" "transformers>=5" peft datasets
+# # pip install "trl>=1.16" "transformers>=5" peft datasets bitsandbytes
+# import torch
 # from datasets import load_dataset
-# from peft import LoraConfig
+# from peft import AutoPeftModelForCausalLM, LoraConfig
+# from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 # from trl import SFTConfig, SFTTrainer
 #
 # BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"  # a hub id or a folder
+# FOUR_BITS = False  # True is QLoRA
+# HALF = torch.bfloat16  # on a T4 torch.float16, and fp16=True below
 #
 # pairs = load_dataset("json", data_files="pairs.jsonl", split="train")
-# parts = pairs.train_test_split(test_size=0.1, seed=0)
+# parts = pairs.train_test_split(test_size=0.1, seed=0)  # with rows of one source: split by source
 #
-# adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+# four_bits = BitsAndBytesConfig(
+#     load_in_4bit=True,
+#     bnb_4bit_quant_type="nf4",
+#     bnb_4bit_use_double_quant=True,
+#     bnb_4bit_compute_dtype=HALF,
+# )
 # settings = SFTConfig(
 #     output_dir="adapter",
-#     learning_rate=3e-4,  # of adapters; all weights: 1e-4 at this size, about 1e-5 with billions
+#     learning_rate=3e-4,  # of adapters; with billions of weights 1e-4 to 2e-4
 #     lr_scheduler_type="cosine",
 #     warmup_steps=0.1,  # of all steps
 #     num_train_epochs=2,  # times through all pairs
 #     per_device_train_batch_size=4,
 #     max_length=1024,  # longer rows are cut, in silence: leave them out before
 #     gradient_checkpointing=False,  # True for 8 billion on 24 GB: each block is computed twice
-#     model_init_kwargs={"dtype": "bfloat16"},  # of the frozen weights, which else are in fp32
-#     # On a T4: "float16" in the line above, and fp16=True. On a CPU: use_cpu=True.
 #     eval_strategy="epoch",
-#     report_to="none",
+#     report_to="none",  # on a CPU also use_cpu=True
 # )
 # trainer = SFTTrainer(
-#     BASE,
+#     AutoModelForCausalLM.from_pretrained(
+#         BASE, dtype=HALF, quantization_config=four_bits if FOUR_BITS else None
+#     ),
 #     settings,
 #     train_dataset=parts["train"],
 #     eval_dataset=parts["test"],
-#     peft_config=adapters,
+#     peft_config=LoraConfig(
+#         r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+#     ),
 # )
-# trainer.train()
-# trainer.save_model()
-# ```
+# tokenizer = trainer.processing_class
 #
-# A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. Section 5 shows what a larger rate than 3e-4 forgets.
-#
-# - *All weights*: leave `peft_config` out, write `"float32"` for `"bfloat16"` and `bf16=True`, and take 1e-4.
-# - *QLoRA*: hand it the model that section 3 loads, in place of `BASE`. TRL then gives the adapters 16 bits, which lose small updates: the first lines below give them 32 again, before `train()`.
-# - *Judge it* by the score, before `train()` and after it. `ask` stands three cells below, writes at most 40 tokens, and needs `tokenizer = trainer.processing_class`:
-#
-# ```python
-# for weight in trainer.model.parameters():  # with QLoRA
+# for weight in trainer.model.parameters():  # TRL gives QLoRA's adapters 16 bits, which lose updates
 #     if weight.requires_grad:
 #         weight.data = weight.data.float()
 #
-# right = sum(
-#     ask(trainer.model, row["prompt"][0]["content"]) == row["completion"][0]["content"]
-#     for row in parts["test"]
-# )
+# labels = next(iter(trainer.get_train_dataloader()))["labels"][0]
+# print(tokenizer.decode(labels[labels != -100]))  # the answer and its end mark, and nothing else
+#
+#
+# def ask(model, turns):
+#     asked = tokenizer.apply_chat_template(
+#         turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+#     ).to(model.device)
+#     written = model.eval().generate(**asked, max_new_tokens=256, do_sample=False)
+#     answer = written[0, asked["input_ids"].shape[1] :]
+#     return tokenizer.decode(answer, skip_special_tokens=True)
+#
+#
+# def score(model):
+#     answers = [ask(model, row["prompt"]) for row in parts["test"]]
+#     return sum(a == row["completion"][0]["content"] for a, row in zip(answers, parts["test"]))
+#
+#
+# print("right before:", score(trainer.model))
+# trainer.train()
+# trainer.save_model()
+#
+# # The next day: the adapter is added to the weights, and what is served is judged.
+# served = AutoPeftModelForCausalLM.from_pretrained("adapter", dtype=HALF).merge_and_unload()
+# print("right after:", score(served))
+# served.save_pretrained("mine")
+# tokenizer.save_pretrained("mine")
 # ```
+#
+# A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. *All weights*: leave `peft_config` out, load in `torch.float32`, add `bf16=True`, take a rate of 3e-5 (with billions of weights 1e-5), and load with `AutoModelForCausalLM`.
 #
 # The same calls run here, with a larger rate and fewer steps.
 
@@ -679,13 +706,13 @@ ladder.chart()
 #
 # ## 5. The run: does the model learn the task?
 #
-# All ways take the same 315 pairs in the same order, with the loss of section 4. Full fine-tuning runs at 1e-4. *LoRA Without Regret* (Thinking Machines, 2025) found that adapters want about ten times that rate. Here 1e-3 forgot far too much (below), so LoRA and QLoRA run at 3e-4. They learn more slowly there, and see each pair twice. An examination judges the model that will be served: its adapters are added to the weights first. **Guess first:** which ends best, and which forgets least?
+# All ways see the same 288 pairs twice, in the same order, with the loss of section 4. Of the rates that were tried [below](#Which-rate?-Three-seeds), these are the best: 3e-5 for all weights, and for adapters ten times that, as *LoRA Without Regret* (Thinking Machines, 2025) found, too. An examination judges the model that will be served, in 16 bits: adapters are added to the weights first. **Guess first:** which ends best, and which forgets least?
 
 # %%
 from recipes_lib.fine_tuning.qlora import merge_qlora
 
 ways = {  # the model, the rate, and how often it sees each pair
-    "full fine-tuning": (base, 1e-4, 1),
+    "full fine-tuning": (base, 3e-5, 2),
     "LoRA": (with_lora, 3e-4, 2),
     "QLoRA": (with_qlora, 3e-4, 2),
 }
@@ -694,7 +721,7 @@ ways = {  # the model, the rate, and how often it sees each pair
 def to_serve(model, name):
     """The model as it will be served, in its old shape: W becomes W + B A · alpha / r."""
     if name == "full fine-tuning":
-        return model
+        return model.to(half)
     # The adapters alone.
     model.save_pretrained(folder / name, save_embedding_layers=False)
     if name == "QLoRA":
@@ -863,9 +890,9 @@ del served, again, loaded, elsewhere
 #
 # | your case | deploy |
 # |---|---|
-# | LoRA, one task | the merged model: `model.merge_and_unload()` |
+# | LoRA, one task | the merged model: the last lines of the script |
 # | LoRA, many tasks on one base | `vllm serve BASE --enable-lora --lora-modules mine=FOLDER` |
-# | QLoRA, 16-bit weights fit when serving | the merged model, by `merge_qlora`; peft's own merge rounds the sum to four bits once more |
+# | QLoRA, 16-bit weights fit when serving | the merged model, by `merge_qlora` where it was trained (peft's own merge rounds the sum to four bits once more), or the script's last lines, and then judged |
 # | QLoRA, only four bits fit | `PeftModel.from_pretrained` on the four-bit base |
 # | llama.cpp, Ollama | the merged model in its folder, then `python convert_hf_to_gguf.py FOLDER` of llama.cpp |
 #
@@ -963,7 +990,7 @@ with torch.device("meta"):
     count_trained(named)
 
 # %% [markdown]
-# No word of warning from peft: the experts, 93 % of the weights listed, have no adapters, and the vision tower has. Say what you mean, by name. `apply_lora` refuses such a model with "all-linear". `apply_qlora` always does: it cannot store the experts in four bits.
+# No word of warning from peft: the experts, 93 % of the weights listed, have no adapters, and the vision tower has. Say what you mean, by name. `apply_lora` refuses such a model with "all-linear", and `apply_qlora` with any targets: it cannot store experts in four bits.
 #
 # ## Take this home
 #
@@ -976,12 +1003,12 @@ with torch.device("meta"):
 # | setting | begin with | why |
 # |---|---|---|
 # | **labels** | answers only | wrong ones train something else, without an error |
-# | **learning rate** | LoRA 3e-4, with billions of weights 1e-4 to 2e-4; all weights 1e-4, with billions 1e-5 to 2e-5 (billions: not run here) | decides what is learned and what is forgotten: section 5 |
+# | **learning rate** | LoRA 3e-4, with billions of weights 1e-4 to 2e-4; all weights 3e-5, with billions 1e-5 (billions: not run here) | decides what is learned and what is forgotten: section 5 |
 # | **pairs** | as many as you can check | the score says when it is enough |
 # | **what trains** | all linear layers | name the layers where a model has experts: section 8 |
 # | rank and alpha | 16 and 32 | few pairs need no more, and the rate matters more; not varied here |
 # | rows in a step | 4 to 32 (3 here, for a CPU) | adapters like large batches less than all weights do (LoRA Without Regret) |
-# | epochs, times through all pairs | all weights 1, LoRA 2 or more | stop where the score rises no more |
+# | epochs, times through all pairs | 2 or more | stop where the score rises no more |
 # | packing | sort by length first; pack where lengths differ much | time, and fewer steps in an epoch: section 7 |
 #
 # ## Which card?
@@ -1005,7 +1032,7 @@ for card in ("T4", "RTX 4090", "H100"):
 # | card | train 8 billion |
 # |---|---|
 # | 16 GB, T4 | QLoRA with checkpointing, in fp16, 9.7 GiB |
-# | 24 GB | LoRA on a base in 16 bits, 20.4 GiB: the script with `gradient_checkpointing=True`; for longer rows QLoRA, with it, too: 9.7 GiB at these 2,048 tokens (TRL's loss is in chunks by default) |
+# | 24 GB | LoRA on a base in 16 bits, 20.4 GiB: the script with `gradient_checkpointing=True`; for longer rows QLoRA, with it, too: 9.7 GiB, as in the line of the T4 (TRL's loss is in chunks by default). All are bytes of tensors; CUDA takes more |
 # | 80 GB | LoRA, as on 24 GB; all weights only in 16 bits, one row at a time |
 # | 2 × 80 GB, by arithmetic | all weights in fp32, 16 bytes for each: 8 · 16 = 128 GB in two halves ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) |
 #
@@ -1017,7 +1044,7 @@ for card in ("T4", "RTX 4090", "H100"):
 #
 # ## When to use what
 #
-# Where 16 bytes per weight are there, take full fine-tuning: here it learned at least as much as LoRA in half the steps. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)). Else take LoRA on all linear layers, with the loss of section 4. Take QLoRA where the 16-bit weights do not fit. Judge by a score that a simple rule does not get, and by text that the model must keep.
+# Where 16 bytes per weight are there, take full fine-tuning at a small rate: here it learned as much as LoRA in as many steps, and forgot least. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)). Else take LoRA on all linear layers, with the loss of section 4. Take QLoRA where the 16-bit weights do not fit. Judge by a score that a simple rule does not get, and by text that the model must keep.
 #
 # Not here: long rows ([04](../notebooks/04_training_long_sequences.ipynb)), DoRA and rsLoRA (PEFT's [method_comparison](https://github.com/huggingface/peft/tree/main/method_comparison)). All switches stand in the [cheatsheet](../CHEATSHEET.md).
 #
