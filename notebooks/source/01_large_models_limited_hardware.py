@@ -16,17 +16,17 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **One QLoRA step of SmolLM2-135M: 401 MiB as peft prepares it, and with everything combined 252 MiB: -37% memory of tensors, in 0.80× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
+# > **One QLoRA step of SmolLM2-135M: 401 MiB as peft prepares it, and with everything combined 252 MiB: -37% memory of tensors, in 0.78× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
 # >
-# > | what trains | recipes | peak, MiB | memory | time |
-# > |---|---|--:|--:|--:|
-# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.54× (0.53–0.55) |
-# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.92× (0.91–0.94) |
-# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.60× (0.59–0.62) |
-# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.79× (0.78–0.79) |
-# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.63× (0.63–0.69) |
+# > | what trains | recipes | peak, MiB | memory | time | H100, shape of Llama 3.2 1B |
+# > |---|---|--:|--:|--:|--:|
+# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.49× (0.48–0.49) | -50%, 0.11 s |
+# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.85× (0.85–0.87) | -82%, 0.18 s |
+# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.56× (0.56–0.59) | -93%, 0.13 s |
+# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.75× | -92%, 0.33 s |
+# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.58× (0.58–0.62) | |
 # >
-# > Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
+# > On the H100 the plain step took 0.33 s. Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
@@ -919,7 +919,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 # %% [markdown]
 # With room for 2,579 MiB take *16 bits, compiled, chunked loss*: it trains all weights in about half the time. With 1,091 take *8-bit AdamW in backward, compiled*. With 402 take *LoRA, compiled*, and with 252 *everything combined*.
 #
-# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *LoRA, compiled* and *everything combined* differ by the four bits alone, which save 37 % for 6 % more time on this CPU. On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 s against 0.25 s: as long as the plain step. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA* ends at 3.17: so half of the 0.27 comes with the embedding and norms in 16 bits, SEEDS The table below says when a larger model needs them: with 8 GiB for three billion weights, with 12 or 16 GiB for eight.
+# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *LoRA, compiled* and *everything combined* differ by the four bits alone, which save 37 % for 4 % more time on this CPU. On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 s against 0.25 s: as long as the plain step. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, ends at 3.17. Three steps say little: in 240 of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb), with three seeds, 32 bits there have 0 to 5 right answers more of 64. The table below says when a larger model needs them: with 8 GiB for three billion weights, with 12 or 16 GiB for eight.
 #
 # **Bytes are the same everywhere, times are not**: look at your own.
 #
@@ -954,44 +954,20 @@ for name in ("QLoRA", "LoRA, compiled"):
 # | 8-bit AdamW in backward, compiled | 10,676 MiB | 10,521 MiB | -82% | 0.18 s° |
 # | LoRA, compiled | 4,394 MiB | 4,266 MiB | -93% | 0.13 s° |
 #
-# *NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, transformers 5.23.0, 2026-11-26. To the baseline: peak memory. Time is relative to the baseline's step. A time is that of the fastest of 2 to 4 turns, against the fastest of the baseline; in brackets is the range of the rounds. Where two brackets overlap, neither row is called faster. Not the whole notebook: the lent machine's time was up. ° So these rows had no turns: the median of three steps in a row, where the baseline took 0.33 s.*
+# *NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, transformers 5.23.0, 2026-11-26. To the baseline: peak memory. Time is relative to the baseline's step. A time is that of the fastest of 2 to 4 turns, against the fastest of the baseline. Not the whole notebook: the lent machine's time was up. ° So these rows had no turns: the median of three steps in a row, where the baseline took 0.33 s.*
 # <!-- end -->
 #
 # ## What fits your card
 #
-# The rows of above once more, with the shapes of three Llamas, on one text of 2,048 tokens. A block more adds the same bytes at the same moments, so dry steps of two to four blocks say what all of them need. All ways have checkpoints and a loss in chunks. *Full* trains all weights under autocast, with 8-bit AdamW in backward.
+# The same equation, for three sizes of Llama on one text of 2,048 tokens. All four ways have checkpoints and a loss in chunks. *Full* trains all weights, kept and multiplied in 32 bits, with 8-bit AdamW in backward. The others train adapters of rank 16 on a base in 16 bits, in four bits, or in four bits with two blocks at a time on the card.
 
 # %%
-from recipes_lib.core.predict import CARDS
-from recipes_lib.core.predict.any_size import any_size
+from dataclasses import replace
+
+from recipes_lib.core.predict import equation
 
 GIB = 2**30
 MEMORY = (8, 12, 16, 24, 32, 48, 80)  # GiB, of cards
-
-ids = torch.zeros(1, 2048, dtype=torch.long, device=device)
-one_text = {"input_ids": ids, "labels": ids}
-step = partial(step_in_16_bits, texts=one_text)
-whole = dict(optimizer_of=in_8_bits, step=partial(in_one_go, texts=one_text))
-on_a_card = {
-    "full, 8-bit AdamW": partial(build, recipe_2, **whole),
-    "LoRA": partial(build, to_16_bits, lora, recipe_2, step=step),
-    "QLoRA, as peft prepares it": partial(build, qlora, recipe_2, step=step),
-    "QLoRA": partial(build, to_16_bits, qlora, recipe_2, step=step),
-    "QLoRA, streamed": partial(
-        build, to_16_bits, qlora, chunked_loss, streaming, step=step
-    ),
-}
-
-
-def peak_of(shape, way):
-    """Bytes at the peak of a step, from dry steps of few blocks with a card's kernels."""
-
-    def build_of(layers):
-        return way(base=partial(model_of_shape, shape, layers=layers))
-
-    blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
-    few = any_size(build_of, layers=(2, 3), card=CARDS["RTX 4090"])
-    return few.peak(layers=blocks)
 
 
 def room(card):
@@ -999,15 +975,70 @@ def room(card):
     return (card * GIB - GIB / 2) / 1.2
 
 
-print("predicted, not run; the card has a fifth more, and half a GiB\n")
+def lean_step(step):
+    return equation.with_chunked_loss(equation.with_checkpointing(step))
+
+
+def plain_step(shape, dtype):
+    model = model_of_shape(shape, dtype=dtype, device="meta")
+    return equation.plain_step(model, rows=1, length=2048)
+
+
+def four_ways(shape):
+    """One step by arithmetic, in each of the four ways."""
+    in_32 = plain_step(shape, torch.float32)
+    in_16 = plain_step(shape, torch.bfloat16)
+    in_8_bits = equation.with_states_in(lean_step(in_32), bits=8)
+    on_16_bits = lean_step(equation.with_adapters(in_16, rank=16))
+    on_4_bits = equation.in_four_bits(on_16_bits)
+    away = on_4_bits.sizes.linear_bytes * (1 - 2 / on_4_bits.sizes.blocks)
+    return {
+        "full, 8-bit AdamW": equation.with_step_in_backward(in_8_bits),
+        "LoRA": on_16_bits,
+        "QLoRA": on_4_bits,
+        "QLoRA, streamed": replace(on_4_bits, weights=on_4_bits.weights - round(away)),
+    }
+
+
+print("predicted by arithmetic, not run; the card has a fifth more, and half a GiB\n")
 for shape in sizes.cards:
-    for name, way in on_a_card.items():
-        peak = peak_of(shape, way)
-        smallest = min(card for card in MEMORY if peak <= room(card))
-        print(f"{shape:<14}{name:<27}{peak / GIB:>5.1f} GiB, fits {smallest:>2} GiB")
+    for name, step in four_ways(shape).items():
+        smallest = min(card for card in MEMORY if step.peak <= room(card))
+        print(
+            f"{shape:<14}{name:<18}{step.peak / GIB:>6.1f} GiB, fits {smallest:>2} GiB"
+        )
 
 # %% [markdown]
-# *As peft prepares it*: `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16. In the other ways of adapters they have 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight. The table is not for a T4, which has no bf16. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; how long a text may be says [notebook 04](../notebooks/04_training_long_sequences.ipynb).
+# Arithmetic knows one precision at a time. So the largest shape goes through dry steps, too, with *full* under autocast, and with *QLoRA* as peft prepares it. A block more adds the same bytes at the same moments: steps of two to four blocks say what all of them need.
+
+# %%
+from recipes_lib.core.predict import CARDS
+from recipes_lib.core.predict.any_size import any_size
+
+ids = torch.zeros(1, 2048, dtype=torch.long, device=device)
+one_text = {"input_ids": ids, "labels": ids}
+in_two_precisions = {
+    "full, 8-bit AdamW": partial(
+        build, recipe_2, optimizer_of=in_8_bits, step=partial(in_one_go, texts=one_text)
+    ),
+    "QLoRA, as peft prepares it": partial(
+        build, qlora, recipe_2, step=partial(step_in_16_bits, texts=one_text)
+    ),
+}
+shape = sizes.cards[-1]
+blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
+for name, way in in_two_precisions.items():
+
+    def build_of(layers):
+        return way(base=partial(model_of_shape, shape, layers=layers))
+
+    few = any_size(build_of, layers=(2, 3), card=CARDS["RTX 4090"])
+    peak = few.peak(layers=blocks)
+    smallest = min(card for card in MEMORY if peak <= room(card))
+    print(f"{shape:<14}{name:<27}{peak / GIB:>5.1f} GiB, fits {smallest:>2} GiB")
+
+# %% [markdown]
+# `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16; the table has them in 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight. The table is not for a T4, which has no bf16. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; how long a text may be says [notebook 04](../notebooks/04_training_long_sequences.ipynb).
 #
 # **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #
@@ -1045,7 +1076,7 @@ print(f"{found} micro-batches fit, and leave the same gradients")
 #
 # ## Which recipe when
 #
-# **An order to try.** Start with what leaves the training nearly as it is: bf16, compiled blocks where all batches have one shape, a loss in chunks; then micro-batches and checkpoints, which took 6 to 19 % more time on the CPU and 11 to 24 % on the H100. If all weights have to train: 8-bit AdamW, then the step in backward, then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Before all that, [pack](../recipes_lib/training/sequence_packing.py) texts of unequal lengths: padding fills memory, too.
+# **An order to try.** Start with what leaves the training nearly as it is: bf16, compiled blocks where all batches have one shape, a loss in chunks; then micro-batches and checkpoints, which took 16 and 24 % more time on the H100. If all weights have to train: 8-bit AdamW, then the step in backward, then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Before all that, [pack](../recipes_lib/training/sequence_packing.py) texts of unequal lengths: padding fills memory, too.
 #
 # **Not when.** *Checkpoints*: activations are not at the peak. *Offloading*: checkpoints are enough, or there are some already. *Mixed precision*: 16 bits are emulated. *Compiled blocks*: each batch has another shape. *The step in backward*: you accumulate, clip, or train in fp16. *States in 16 or 8 bits*: adapters train. *LoRA*: much that is new has to be learned. *QLoRA*: the weights fit in 16 bits, which are faster. *Streaming*: they fit.
 #

@@ -16,15 +16,17 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **1,589 → 92,346 tokens with five lines of code:** the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). It is about memory: the model knows 8,192 positions. That is **1.7 times as long** as with all that transformers and TRL have switches for; for TRL's loss and transformers' offload, which needs a GPU, ours stand in here. (Axolotl and Unsloth have tiles, too; they were not run.)
+# > **Llama 3.1 8B with QLoRA in 24 GB: a step on 135,015 tokens ran**, in 91 s on an H100 held to that memory, with five lines of code. By arithmetic up to 161,072 fit, 64,614 with all that transformers and TRL have switches for, and 9,523 with checkpoints alone.
+# >
+# > **On two CPU cores: 1,589 → 92,346 tokens**, the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). It is about memory: the model knows 8,192 positions. That is **1.7 times as long** as with all the switches. In the place of TRL's loss and transformers' offload ours ran, because the latter needs a GPU.
 # >
 # > | in bf16 | longest text | time of a real step of 2,048 tokens, without a limit |
 # > |---|--:|--:|
 # > | SDPA, the default | 1,589 | 1.00× |
-# > | all switches of transformers and TRL | 54,182 | 1.26× |
-# > | **the five lines** | **92,346** | 1.37× |
+# > | all switches of transformers and TRL | 54,182 | 1.25× |
+# > | **the five lines** | **92,346** | 1.28× |
 # >
-# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. A step of 92,346 would take 2.5 hours on this machine.
+# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. A step of 92,346 would take 3.0 hours on this machine.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
@@ -308,7 +310,7 @@ for which in ("all switches", "five lines"):
 del model, step, optimizer, memory  # what is alive would be counted below
 
 # %% [markdown]
-# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet, and the five lines took 9 % longer than all switches: use them when memory runs out, and not before. The losses are the same to four decimals.
+# At 2,048 tokens weights, two averages and gradients are 4 × 513 = 2,052 of the 2,165 MiB. So the tiles save nothing yet: use them when memory runs out, and not before. The losses are the same to four decimals.
 #
 # **Where do the bytes go?** `predict` takes the step of 8,192 tokens on tensors that have a shape and no data, and keeps account of every byte:
 
@@ -538,7 +540,9 @@ for method, (its_ways, build, lr) in on_24_gb.items():
     on_24_gb[method] = beside_plain(curves)
 
 # %% [markdown]
-# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. What counts there is another choice: with embedding and norms in fp32, as peft's `prepare_model_for_kbit_training` leaves them, and so the sum that goes from block to block, the loss falls by 0.20 in place of 0.15. It is one seed, one small model and eight steps. **The entries below have bf16.** On 24 GB fp32 leaves 91,400 tokens of the 161,000 for 8B (dry steps below), and the lines for it are those of `rest_in_fp32`, after `apply_qlora`.
+# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. It is one seed, one small model and eight steps.
+#
+# *QLoRA* has its embedding and norms in bf16. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, the loss falls by 0.20 in place of 0.15 in the eight steps; in 240 steps they brought 0 to 5 answers more of 64 in 240 steps with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB they leave 8B 91,400 tokens of 161,000. So the entries below have bf16; the lines for fp32 are those of `rest_in_fp32`.
 #
 # **The longest texts.** Each entry of the table has four lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with the inputs on the host besides, which is all that transformers and TRL have switches for → with tiles besides: **all five lines**. *No offload* has two: the five lines without the host → with nested checkpoints (recipe 5) in the place of checkpoints. They come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
 
@@ -729,7 +733,7 @@ print(f"{shape}, 24 GB, {which}: {tokens:,} tokens fill {filled[which]:.1%}")
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
 # | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
-# | the last | all five lines | 1.4 times the plain step, on two CPU cores at 2,048 tokens; Unsloth reports 1.3 times for its tiles on a GPU |
+# | the last | all five lines | 1.3 times the plain step, on two CPU cores at 2,048 tokens; Unsloth reports 1.3 times for its tiles on a GPU |
 # | longer than the second, and the host has no room, as on a free Colab | the five lines without `offload_activations`, up to the first length of *24 GB, no offload*; up to its second `apply_nested_checkpointing(model, group=best_group(blocks))` of `recipes_lib.memory.nested_checkpointing` in place of the third call | one more forward; nested, nearly two |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else; Llama 3.1 and 3.2 are scaled already, and end at 131,072 | some loss within the trained length |
@@ -1331,7 +1335,7 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# *Time* is that of the blocks against SDPA, all in fp32, with both single rounds in brackets: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints add nearly two more forwards. Tiles have 256 tokens here.
+# *Time* is that of the blocks against SDPA, all in fp32, in brackets the two rounds, each against SDPA in the same round, and SDPA's own against its faster one: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints add nearly two more forwards. Tiles have 256 tokens here.
 
 # %%
 title = f"The five lines: {longest / switches:.1f} times as long as all switches"
@@ -1490,7 +1494,7 @@ for which, adapt in reads_less.items():
 #
 # **Guess first.** Where does the loss begin to climb: at the trained length, or later?
 #
-# **The idea.** Turn the pairs more slowly. *linear*: all of them. *yarn*: slow the pairs that made less than one full turn in the training, leave those alone that made more than 32, and slow those between by a part. The code is plain RoPE, and scaling changes its `frequencies`. Here are those of YaRN as a share of the plain ones:
+# **The idea.** Turn the pairs more slowly. *linear*: all of them. *yarn*: slow the pairs that made less than one full turn in the training, leave those alone that made more than 32, and slow those between by a part. *dynamic*: plain, until a text is too long, and then more slowly the longer it is. The code is plain RoPE, and scaling changes its `frequencies`. Here are those of YaRN as a share of the plain ones:
 
 # %%
 from recipes_lib.architecture.rope import apply_rope_scaling, check_length, rotate
@@ -1536,7 +1540,7 @@ print(
 figure
 
 # %% [markdown]
-# To the guess: later, from about 10,000 tokens on. (*dynamic*, printed and not drawn, ends where *yarn* does.) *Linear* changes every angle, and costs much over most of the text. Training repairs it, published *within 1,000 steps* ([Chen et al., 2023](https://arxiv.org/abs/2306.15595)); nothing is trained here. The curves have factor 2, enough for 16,384 tokens, and end at 12,288. Yours is your length over the trained one. *yarn* costs a little in the trained part, so *not when* your texts are no longer than that. Llama 3.1 and 3.2 are scaled already (`rope_type` is `llama3`), and `apply_rope_scaling` refuses them.
+# To the guess: later, from about 10,000 tokens on. (*dynamic* is not drawn, and ends where *yarn* does.) *Linear* changes every angle, and costs much over most of the text. Training repairs it, published *within 1,000 steps* ([Chen et al., 2023](https://arxiv.org/abs/2306.15595)); nothing is trained here. The curves have factor 2, enough for 16,384 tokens, and end at 12,288. Yours is your length over the trained one. *yarn* costs a little in the trained part, so *not when* your texts are no longer than that. Llama 3.1 and 3.2 are scaled already (`rope_type` is `llama3`), and `apply_rope_scaling` refuses them.
 #
 # **The line you will write tomorrow** is `rope_parameters` in config.json, which transformers and vLLM read. `apply_rope_scaling(model, kind="yarn", factor=2)` writes it and checks it.
 #
