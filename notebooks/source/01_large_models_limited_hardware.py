@@ -26,7 +26,7 @@
 # > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.75× | -92%, 0.33 s |
 # > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.58× (0.58–0.62) | |
 # >
-# > On the H100 the plain step took 0.33 s. Each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
+# > On the H100 the plain step took 0.33 s. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most; on the H100 two compiled rows took less than predicted (below). Of the tokens 13% carry a loss; where all do, a loss in chunks takes more time.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
@@ -451,7 +451,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. (It has one embedding copy less, 108 MiB: now the second gradient is added into the first one.) **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
+# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. (It has one embedding copy less, 108 MiB, and 2 MiB of its own: now the second gradient is added into the first one.) **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
 #
 # ### 3. Activation offloading
 #
@@ -479,7 +479,7 @@ offloaded = build(step=offloaded_step)
 ladder.climb("activation offloading", offloaded, group="in 32 bits", **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** Yes, by 2 MiB, and now the second tower is the peak. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. (On the H100 [below](#Notebook-01-on-a-GPU) offloading is the higher one, and takes three times as long: which wins depends on the shape.)
+# **The answer.** Yes, by 2 MiB, and now the second tower is the peak. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. (On the H100 [below](#Notebook-01-on-a-GPU) offloading is the higher one, and takes three times as long.)
 #
 # **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`. `save_on_cpu` moves saved weights, too; `with offload_activations(model, to="host"):` of this repository does not.
 #
@@ -917,15 +917,15 @@ for name in ("QLoRA", "LoRA, compiled"):
     print(f"everything combined beside {name}: {change:+.0%} memory, {ratio:.2f}× time")
 
 # %% [markdown]
-# With room for 2,579 MiB take *16 bits, compiled, chunked loss*: it trains all weights in about half the time. With 1,091 take *8-bit AdamW in backward, compiled*. With 402 take *LoRA, compiled*, and with 252 *everything combined*.
+# All weights, with room: *16 bits, compiled, chunked loss*, in half the time. All weights, with little room: *8-bit AdamW in backward, compiled*. Adapters: *LoRA, compiled*; where that does not fit, *everything combined*.
 #
-# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *LoRA, compiled* and *everything combined* differ by the four bits alone, which save 37 % for 4 % more time on this CPU. On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 s against 0.25 s: as long as the plain step. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, ends at 3.17. Three steps say little: in 240 of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb), with three seeds, 32 bits there have 0 to 5 right answers more of 64. The table below says when a larger model needs them: with 8 GiB for three billion weights, with 12 or 16 GiB for eight.
+# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *LoRA, compiled* and *everything combined* differ by the four bits alone, which save 37 % for 4 % more time on this CPU. On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 s against 0.25 s: as long as the plain step. LoRA itself saved memory there and no time: all weights with the same recipes took 0.65 of the 0.33 s. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, ends at 3.17. Three steps say little: in 240 of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb), with three seeds, 32 bits there have 0 to 5 right answers more of 64. The table below says when a larger model needs them: with 8 GiB for three billion weights, with 12 or 16 GiB for eight.
 #
 # **Bytes are the same everywhere, times are not**: look at your own.
 #
-# Each loss is of one run of three steps with four texts, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Offloading, states in fewer bits and streaming have no time, because a CPU's would mislead you on a GPU. That of *8-bit AdamW in backward, compiled* is a CPU's, too: on the H100 it took 0.18 s, where the plain step took 0.33.
+# Each loss is of one run of three steps with four texts, on eight held-out ones, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Offloading, states in fewer bits and streaming have no time, because a CPU's would mislead you on a GPU. That of *8-bit AdamW in backward, compiled* is a CPU's, too: on the H100 it took 0.18 s, where the plain step took 0.33.
 #
-# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted on fake tensors to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less than expected. The equation in closed form is 10 % too low for this baseline; the gap has the size of attention's scores, so probably they are kept. Slow there is offloading, 3.64×. 8-bit states cost 11 % more time, and streaming about 15 % more than *QLoRA*.
+# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted on fake tensors to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less than expected. The equation in closed form is 10 % too low for this baseline; the gap, 5.6 GiB, is what attention in fp32 keeps: by arithmetic 4.0 GiB of scores, and 1.5 of keys and values repeated for all heads. Slow there is offloading, 3.64×. 8-bit states cost 11 % more time, our 16-bit ones 15 % and more memory, so take 8; and streaming about 15 % more than *QLoRA*.
 #
 # <!-- numbers:gpu-01 -->
 # ### Notebook 01 on a GPU
@@ -1106,7 +1106,7 @@ print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 #
 # ## Take this home
 #
-# QLoRA by the libraries alone, with the embedding in 16 bits. The cell after the next one uses nothing else of this page: give `source` and `half`, and your own pairs. Rows of `messages` in their place train on the question, too, unless `assistant_only_loss=True`.
+# QLoRA by the libraries alone, with the embedding in 16 bits. The cell after the next one uses nothing else of this page: give `source` and `half`, and your own pairs. It is written for transformers 5.23 and TRL 1.16 (before: `gradient_checkpointing=True`). Its memory is about that of *everything combined*; its blocks are not compiled. (The loss that it prints is of one-word answers, before any training.) Rows of `messages` in their place train on the question, too, unless `assistant_only_loss=True`.
 
 # %%
 source = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")  # an id of the hub, or a folder

@@ -23,10 +23,10 @@
 # > | in bf16 | longest text | time of a real step of 2,048 tokens, without a limit |
 # > |---|--:|--:|
 # > | SDPA, the default | 1,589 | 1.00× |
-# > | all switches of transformers and TRL | 54,182 | 1.25× |
-# > | **the five lines** | **92,346** | 1.28× |
+# > | all switches of transformers and TRL | 54,182 | 1.32× |
+# > | **the five lines** | **92,346** | 1.33× |
 # >
-# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. A step of 92,346 would take 3.0 hours on this machine.
+# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. A step of 92,346 would take 2.8 hours on this machine.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
@@ -37,11 +37,14 @@
 # # pip install "llm-training-recipes @ git+https://github.com/your-username/llm-training-recipes"
 # # Start Python with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment.
 # import torch
-# from transformers import AutoModelForCausalLM
+# from transformers import AutoModelForCausalLM, AutoTokenizer
 # from recipes_lib.memory.activation_offload import offload_activations
 # from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
+# name = "meta-llama/Llama-3.2-1B"  # or a folder
+# text = open("long.txt").read()
+# ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids.cuda()  # [1, S]
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda()
 # model.train()  # without it no chunks, and no checkpoints
 # optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
@@ -51,21 +54,21 @@
 # model.activation_checkpointing_enable()                   # of a block only its input stays,
 # with offload_activations(model, to="host", in_flight=1):  # and that input waits in host memory
 #     with torch.autocast("cuda", torch.bfloat16):          # products in 16 bits
-#         loss = model(input_ids=ids, labels=ids, use_cache=False).loss  # ids [1, S]
+#         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
 #     loss.backward()
 # optimizer.step()
-# optimizer.zero_grad()
+# optimizer.zero_grad()  # and again from the first `with`, for each text
 # ```
 #
-# Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. On a T4, which has no bf16, and room for about half a billion weights this way, leave the line with `autocast` out: what the blocks compute then takes twice the bytes. And call `apply_flash_attention(model)` of `recipes_lib.attention.flash` first: the fast kernels there refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are.
+# Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#My-card,-my-model,-my-length:-what-do-I-do?).
 #
 # | | |
 # |---|---|
 # | **You will learn** | which recipe your length needs, and to predict the longest text that fits |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | ten on two CPU cores |
-# | **Minutes to read** | ten up to *What runs out*, which is all you need to act; 30 in all |
-# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps, up to 135,015 tokens. All fitted, and predictions, corrected after that run, are within 0.1 % ([below](#Do-such-predictions-hold-on-a-card?)). Of the last lengths on 24 GB below, that of 3B with all weights is covered by a step that ran. The other four, and the block above with its weights in fp32, have not run |
+# | **Minutes to read** | five for the tables of *My card*, 15 up to *What runs out*, which is all you need to act; 35 in all |
+# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps, up to 135,015 tokens. All fitted, and predictions, corrected after that run, are within 0.1 % ([below](#Do-such-predictions-hold-on-a-card?)). Of the last lengths on 24 GB below, that of 3B with all weights (43K) is shorter than one that ran (53,513). The other four, and the block above with its weights in fp32, have not run |
 #
 # ## Setup
 #
@@ -302,7 +305,8 @@ for which, tokens, turns in [*steps, ("five lines", sizes.long, 1)]:
     took = {"loss": losses[0], "bytes": memory.peak, "seconds": min(seconds)}
     real[which, tokens] = took
     print(f"{which:<12} {tokens:>6,} tokens: loss {losses[0]:.4f},", end=" ")
-    print(f"{memory.peak / 2**20:,.0f} MiB at the peak, {min(seconds):.1f} s,", end=" ")
+    print(f"{memory.peak / 2**20:,.0f} MiB at the peak,", end=" ")
+    print(*[f"{each:.1f}" for each in seconds], sep=" and ", end=" s, ")
     print(f"{1e3 * min(seconds) / tokens:.1f} ms per token")
 for which in ("all switches", "five lines"):
     ratio = real[which, sizes.short]["seconds"] / real["plain", sizes.short]["seconds"]
@@ -472,7 +476,7 @@ apart = beside_plain(curves)
 # optimizer.zero_grad()
 # ```
 #
-# **Do these two learn the same?** The lines of both blocks, each beside plain steps from the same start: weights in 16 bits in the model from above, and adapters on SmolLM2. An update of 16-bit weights is rounded at random, so there a third run has other random numbers; the third run of *QLoRA* has in fp32 what is not packed: embedding and norms.
+# **Do these two learn the same?** The lines of both blocks, each beside plain steps from the same start: weights in 16 bits in the model from above, and adapters on SmolLM2. An update of 16-bit weights is rounded at random, so there a third run has other random numbers.
 
 # %%
 from recipes_lib.fine_tuning.qlora import apply_qlora
@@ -490,18 +494,6 @@ def in_backward(model, lr):
 
 def with_adapters(model):
     return apply_qlora(model, compute_dtype=torch.bfloat16)
-
-
-def rest_in_fp32(model):
-    """As peft prepares it: embedding, norms and output layer in 32 bits."""
-    for weight in model.parameters():
-        if weight.dtype == torch.bfloat16:
-            weight.data = weight.data.float()
-    return model
-
-
-def with_adapters_and_the_rest_in_fp32(model):
-    return rest_in_fp32(with_adapters(model))
 
 
 def adapters_in_five_lines(model, **tiles):
@@ -524,9 +516,6 @@ of_adapters = {
         inputs_wait,
         in_16_bits,
     ),
-    "plain, the rest in fp32": Way(
-        with_adapters_and_the_rest_in_fp32, precision=in_16_bits
-    ),
 }
 on_24_gb = {
     "all weights": (all_weights, blocks_that_learn, 5e-4),
@@ -540,9 +529,9 @@ for method, (its_ways, build, lr) in on_24_gb.items():
     on_24_gb[method] = beside_plain(curves)
 
 # %% [markdown]
-# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. It is one seed, one small model and eight steps.
+# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. It is one seed, two small models, and eight steps on texts of 256 tokens: no long training was compared.
 #
-# *QLoRA* has its embedding and norms in bf16. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, the loss falls by 0.20 in place of 0.15 in the eight steps; in 240 steps they brought 0 to 5 answers more of 64 in 240 steps with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB they leave 8B 91,400 tokens of 161,000. So the entries below have bf16; the lines for fp32 are those of `rest_in_fp32`.
+# *QLoRA* has its embedding and norms in bf16 here. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, it had 0 to 5 more right answers of 64 after 240 steps, with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB they leave 8B 91,400 tokens of 161,000. So the entries below have bf16; the lines for fp32 are those of `rest_in_fp32`.
 #
 # **The longest texts.** Each entry of the table has four lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with the inputs on the host besides, which is all that transformers and TRL have switches for → with tiles besides: **all five lines**. *No offload* has two: the five lines without the host → with nested checkpoints (recipe 5) in the place of checkpoints. They come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
 
@@ -627,16 +616,17 @@ if shares:
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
-# **What do 16K to 128K take on 24 GB?** In each field the least that fits, the time of a step, and what waits on the host. Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slower of two steps with the five lines did on the H100.
+# **What do 16K to 128K take on 24 GB?** In each field the least that fits, the time of a step, and what waits on the host. Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where something waits on the host, else with a chunked loss.
 
 # %%
-reached = []  # of the rate in the data sheet
+# Of the rate in the data sheet, the slowest step with this stack. Short ones had not warmed up.
+reached = {}
 for which, step in recorded("lengths").items():
-    if which.endswith("five lines"):
-        shape, *_ = which.split(", ")
+    if which.startswith(sizes.cards) and step["seconds"] > 5:
+        shape, _, stack = which.split(", ")
         operations = step_operations(on_meta(shape), rows=1, length=step["tokens"])
-        reached.append(operations / step["seconds"] / CARDS["H100"].rate)
-rate = min(reached) * CARDS["RTX 4090"].rate
+        share = operations / step["seconds"] / CARDS["H100"].rate
+        reached[stack] = min(share, reached.get(stack, 1))
 
 
 def least(shape, lengths, tokens):
@@ -645,10 +635,11 @@ def least(shape, lengths, tokens):
     if not enough:
         return "–"
     model = on_meta(shape)
-    answer = (
-        f"{enough[0]}, {duration(step_operations(model, rows=1, length=tokens) / rate)}"
-    )
-    if enough[0] in ("+ offload", "+ tiles"):
+    on_host = enough[0] in ("+ offload", "+ tiles")
+    share = reached.get("five lines" if on_host else "chunked loss", 1)
+    operations = step_operations(model, rows=1, length=tokens)
+    answer = f"{enough[0]}, {duration(operations / share / CARDS['RTX 4090'].rate)}"
+    if on_host:
         width = (model.config.num_hidden_layers - 1) * model.config.hidden_size
         answer += f", {2 * width * tokens / 1e9:,.0f} GB"
     return answer
@@ -659,7 +650,8 @@ table = [["24 GB", *[f"{tokens:,}" for tokens in wanted]], ["---"] * 5]
 for which, lengths in on_24.items():
     shape, _ = which.split(", ")
     table.append([which, *[least(shape, lengths, tokens) for tokens in wanted]])
-print("of its data sheet's rate the H100 reached", *(f"{each:.0%}" for each in reached))
+print("of its data sheet's rate the H100 reached", end=" ")
+print(*[f"{share:.0%} with {stack}" for stack, share in reached.items()], sep=", ")
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
@@ -689,6 +681,15 @@ for which, (way, tokens) in tried.items():
     print(f"{shape} in fp32, 24 GB, {which}: {tokens:,} tokens fill", end=" ")
     print(f"{filled[which]:.1%} of what tensors get")
 
+
+def rest_in_fp32(model):
+    """As peft prepares it: embedding, norms and output layer in 32 bits."""
+    for weight in model.parameters():
+        if weight.dtype == torch.bfloat16:
+            weight.data = weight.data.float()
+    return model
+
+
 # Of 32 blocks three to five are enough: each one more adds the same bytes.
 shape, tokens = sizes.cards[-1], 91_400
 way = Way(
@@ -706,13 +707,13 @@ print(f"{shape}, 24 GB, {which}: {tokens:,} tokens fill {filled[which]:.1%}")
 #
 # **Before you use an entry:**
 #
-# - Nothing else may use the card: take off what `nvidia-smi` shows before the start.
+# - Nothing else may use the card: take off what `nvidia-smi` shows before the start. An L4 or A10G shows less than the 23.15 GiB that an RTX 4090 leaves for tensors: compare `torch.cuda.mem_get_info()`, and ask the doctor with your card.
 # - These models know 131,072 positions. What is longer is about memory only.
 # - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest, and one fitted with 99 % in use, with `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment, which `machine()` sets in this notebook, and your program has to. Buffers of a library come on top, and other kernels have other needs: what others measured with stacks of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
 # - The host has a limit, too. In the second table it is the last number of a field, with inputs in 16 bits; in fp32 they take twice that.
-# - Minutes are forward and backward at 16 % of the data sheet's rate, second forward and copies included; at the 23 % of the other step it is 0.7 times that. No RTX 4090 has run one.
-# - On a T4 *QLoRA* multiplies in fp16, packs before the model is on the card, and needs `apply_flash_attention`: no fast kernel there takes grouped heads, and their scores would fill the memory. The copies of keys and values are not in the entries, so they are at most. No T4 has run these lines:
+# - Times are forward and backward at that rate, second forward and copies included. No RTX 4090 has run one.
+# - A T4 has no bf16, and its fast kernels refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are. The block at the top needs `apply_flash_attention(model)` there, and no `autocast`; it has room for half a billion weights. *QLoRA* multiplies in fp16, packs before the model is on the card, and needs `apply_flash_attention`: no fast kernel there takes grouped heads, and their scores would fill the memory. The copies of keys and values are not in the entries, so they are at most. No T4 has run these lines:
 #
 # ```python
 # from recipes_lib.attention.flash import apply_flash_attention
@@ -730,6 +731,7 @@ print(f"{shape}, 24 GB, {which}: {tokens:,} tokens fill {filled[which]:.1%}")
 #
 # | if | then | it costs |
 # |---|---|---|
+# | the doctor says that it fits *as it is* | nothing | nothing |
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
 # | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
@@ -1183,7 +1185,7 @@ print(
 )
 
 # %% [markdown]
-# No library has it: they offload the inputs instead, which is the next recipe. *Not when* the inputs fit into host memory.
+# transformers, TRL, Axolotl and Unsloth have no switch for it: they offload the inputs instead, which is the next recipe. *Not when* the inputs fit into host memory.
 #
 # ### 6. Offloaded inputs
 #
