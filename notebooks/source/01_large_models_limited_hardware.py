@@ -26,10 +26,12 @@
 # > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.75× | -92%, 0.33 s |
 # > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.58× (0.58–0.62) | |
 # >
-# > On the H100 the plain step took 0.33 s. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most; on the H100 two compiled rows took less than predicted (below). Of the tokens 13% carry a loss; where all do, a loss in chunks takes more time.
+# > On the H100 the plain step took 0.33 s. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
+#
+# On the H100 two compiled rows took up to 3 % less than predicted ([below](#Notebook-01-on-a-GPU)). Of the 1,152 tokens of a step 155 carry a loss: where all do, a loss in chunks takes more time.
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model, SmolLM2-135M, in many ways, predicts the memory of each way, measures it, and compares gradients, weights or losses with those of the plain step: most recipes leave the training as it is, and the prints say which do not.
 #
@@ -1038,7 +1040,7 @@ for name, way in in_two_precisions.items():
     print(f"{shape:<14}{name:<27}{peak / GIB:>5.1f} GiB, fits {smallest:>2} GiB")
 
 # %% [markdown]
-# `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16; the table has them in 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight. The table is not for a T4, which has no bf16. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; how long a text may be says [notebook 04](../notebooks/04_training_long_sequences.ipynb).
+# `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16; the table has them in 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight of a linear layer in the blocks. The table is not for a T4, which has no bf16. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; how long a text may be says [notebook 04](../notebooks/04_training_long_sequences.ipynb).
 #
 # **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #

@@ -66,7 +66,7 @@
 # |---|---|
 # | **You will learn** | which recipe your length needs, and to predict the longest text that fits |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
-# | **Minutes to run** | ten on two CPU cores |
+# | **Minutes to run** | ten to eleven on two CPU cores |
 # | **Minutes to read** | five for the tables of *My card*, 15 up to *What runs out*, which is all you need to act; 35 in all |
 # | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps, up to 135,015 tokens. All fitted, and predictions, corrected after that run, are within 0.1 % ([below](#Do-such-predictions-hold-on-a-card?)). Of the last lengths on 24 GB below, that of 3B with all weights (43K) is shorter than one that ran (53,513). The other four, and the block above with its weights in fp32, have not run |
 #
@@ -531,7 +531,7 @@ for method, (its_ways, build, lr) in on_24_gb.items():
 # %% [markdown]
 # With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. It is one seed, two small models, and eight steps on texts of 256 tokens: no long training was compared.
 #
-# *QLoRA* has its embedding and norms in bf16 here. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, it had 0 to 5 more right answers of 64 after 240 steps, with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB they leave 8B 91,400 tokens of 161,000. So the entries below have bf16; the lines for fp32 are those of `rest_in_fp32`.
+# *QLoRA* has its embedding and norms in bf16 here. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, a short-text run had 0 to 5 more right answers of 64 after 240 steps, with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB 91,400 tokens are left of 161,000 for 8B. So the entries below have bf16; the lines for fp32 are those of `rest_in_fp32`.
 #
 # **The longest texts.** Each entry of the table has four lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with the inputs on the host besides, which is all that transformers and TRL have switches for → with tiles besides: **all five lines**. *No offload* has two: the five lines without the host → with nested checkpoints (recipe 5) in the place of checkpoints. They come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
 
@@ -713,7 +713,7 @@ print(f"{shape}, 24 GB, {which}: {tokens:,} tokens fill {filled[which]:.1%}")
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
 # - The host has a limit, too. In the second table it is the last number of a field, with inputs in 16 bits; in fp32 they take twice that.
 # - Times are forward and backward at that rate, second forward and copies included. No RTX 4090 has run one.
-# - A T4 has no bf16, and its fast kernels refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are. The block at the top needs `apply_flash_attention(model)` there, and no `autocast`; it has room for half a billion weights. *QLoRA* multiplies in fp16, packs before the model is on the card, and needs `apply_flash_attention`: no fast kernel there takes grouped heads, and their scores would fill the memory. The copies of keys and values are not in the entries, so they are at most. No T4 has run these lines:
+# - A T4 has no bf16, and its fast kernels refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are. The block at the top needs `apply_flash_attention(model)` there, and no `autocast`; it has room for half a billion weights. *QLoRA* needs it, too, multiplies in fp16, and packs before the model is on the card. The copies of keys and values are not in the entries, so they are at most. No T4 has run these lines:
 #
 # ```python
 # from recipes_lib.attention.flash import apply_flash_attention

@@ -78,7 +78,7 @@ def build_with(question: Question, stack: Stack, *, layers: int) -> Build:
     def build_stack() -> tuple[Any, Any, Any]:
         """For a predicted step: the model with the stack of recipes."""
         model = _with_fewer_blocks(question.model, stack, layers)
-        _apply_free(model, stack)
+        _apply_to_model(model, stack)
         return model, _optimizer_of_stack(model, stack, micro_batches), step_with_stack
 
     def step_with_stack(model: Any, optimizer: Any) -> None:
@@ -120,8 +120,8 @@ def _with_fewer_blocks(model: Any, stack: Stack, layers: int) -> Any:
     return shallow
 
 
-def _apply_free(model: Any, stack: Stack) -> None:
-    """For a predicted step: the recipes that leave the result as it is, and FSDP."""
+def _apply_to_model(model: Any, stack: Stack) -> None:
+    """For a predicted step: those recipes of the stack that change the model in place."""
     if "tiled MLP" in stack:
         apply_tiled_mlp(model, norms=True, check=False)
     if "checkpointing" in stack:
