@@ -30,18 +30,32 @@ from recipes_lib.fine_tuning.lora import apply_lora
 from recipes_lib.fine_tuning.qlora import apply_qlora, merge_qlora
 from recipes_lib.precision.mixed_precision import mixed_precision
 
-# The adapters, the rate, and how often a pair is seen.
+
+@dataclass(frozen=True)
+class Way:
+    """The adapters, the rate, how often a pair is seen, and rows of source code in each step."""
+
+    adapters: str
+    rate: float
+    passes: int
+    source_code: int = 0
+
+
 WAYS = {
-    "LoRA": ("lora", 3e-4, 2),
-    "LoRA, small rate": ("lora", 1e-4, 2),
-    "LoRA, large rate": ("lora", 1e-3, 1),
-    "QLoRA": ("qlora", 3e-4, 2),
+    "LoRA": Way("lora", 3e-4, 2),
+    "LoRA, longer": Way("lora", 3e-4, 4),
+    "LoRA, with source code": Way("lora", 3e-4, 2, source_code=1),
+    "LoRA, with source code, longer": Way("lora", 3e-4, 4, source_code=1),
+    "LoRA, small rate": Way("lora", 1e-4, 2),
+    "LoRA, large rate": Way("lora", 1e-3, 1),
+    "QLoRA": Way("qlora", 3e-4, 2),
     # Embedding and norms in 32 bits, as peft's `prepare_model_for_kbit_training` leaves them.
-    "QLoRA, the rest in 32 bits": ("qlora on fp32", 3e-4, 2),
-    "full fine-tuning": ("none", 1e-4, 1),
-    "full fine-tuning, small rate": ("none", 3e-5, 2),
+    "QLoRA, the rest in 32 bits": Way("qlora on fp32", 3e-4, 2),
+    "full fine-tuning": Way("none", 1e-4, 1),
+    "full fine-tuning, small rate": Way("none", 3e-5, 2),
 }
-ROWS = 4  # of a step
+ROWS = 4  # pairs in a step
+CODE = 64  # tokens of a row of source code
 
 
 @dataclass(frozen=True)
@@ -68,11 +82,20 @@ def compare(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def trained(way: str, settings: Settings, *, seed: int) -> dict[str, Any]:
     """One run, examined."""
-    adapters, rate, passes = WAYS[way]
+    adapters, rate = WAYS[way].adapters, WAYS[way].rate
     pairs = reminder_pairs(limit=settings.pairs)
-    rows = list(load_instructions(tokenizer_of(settings), dataset=pairs))
+    tokenizer = tokenizer_of(settings)
+    rows = list(load_instructions(tokenizer, dataset=pairs))
     random.Random(seed).shuffle(rows)
-    steps = passes * [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+    steps = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+    steps = WAYS[way].passes * steps
+    also = WAYS[way].source_code
+    if also:
+        # Of other modules than those whose perplexity is asked for.
+        code = study.text_rows(tokenizer, "train", tokens=CODE, count=also * len(steps))
+        random.Random(seed).shuffle(code)
+        parts = [code[start : start + also] for start in range(0, len(code), also)]
+        steps = [step + part for step, part in zip(steps, parts, strict=True)]
 
     seed_everything(seed)
     half = machine().compute_dtype
@@ -105,7 +128,7 @@ def examined(model: Any, settings: Settings) -> dict[str, Any]:
     watched = settings.held_out // 2
     pairs = reminder_pairs(split="validation", limit=watched + settings.held_out)[watched:]
     questions = list(load_instructions(tokenizer, dataset=pairs))
-    code = study.text_rows(tokenizer, "validation", tokens=64, count=32)
+    code = study.text_rows(tokenizer, "validation", tokens=CODE, count=32)
     padded = {"pad_token_id": study.PAD, "batch_size": 32}
     with mixed_precision().autocast():
         answers = generate_answers(model, tokenizer, questions, batch_size=64)

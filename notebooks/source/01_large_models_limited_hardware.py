@@ -16,15 +16,15 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **One QLoRA step of SmolLM2-135M: 401 MiB as peft prepares it, and with everything combined 252 MiB: -37% memory of tensors, in 0.78× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
+# > **One QLoRA step of SmolLM2-135M: 401 MiB as peft prepares it, and with everything combined 252 MiB: -37% memory of tensors, in 0.84× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
 # >
 # > | what trains | recipes | peak, MiB | memory | time | H100, shape of Llama 3.2 1B |
 # > |---|---|--:|--:|--:|--:|
-# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.49× (0.48–0.49) | -50%, 0.11 s |
-# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.85× (0.85–0.87) | -82%, 0.18 s |
-# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.56× (0.56–0.59) | -93%, 0.13 s |
-# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.75× | -92%, 0.33 s |
-# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.58× (0.58–0.62) | |
+# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.49× (0.48–0.50) | -50%, 0.11 s |
+# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.82× (0.82–0.83) | -82%, 0.18 s |
+# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.52× (0.52–0.57) | -93%, 0.13 s |
+# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.72× (0.72–0.75) | -92%, 0.33 s |
+# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.61× (0.60–0.61) | |
 # >
 # > On the H100 the plain step took 0.33 s. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
@@ -84,10 +84,7 @@ warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning
 logging.disable(logging.WARNING)
 datasets.disable_progress_bars()
 transformers.utils.logging.disable_progress_bar()
-# Both lines only save time: Linux keeps freed memory, and Python skips the imports
-# when it looks for garbage.
-keep_freed_memory()
-gc.freeze()
+keep_freed_memory()  # a CPU's steps are slower where the system takes freed memory back
 device = machine().device
 print(machine())
 
@@ -100,7 +97,7 @@ smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=16, toke
 # The model that learns, turns on the clock, and whether blocks compile where they can.
 smollm2 |= dict(learner="smollm2", turns=2, compiles=True)
 # The shapes of *What fits your card*.
-smollm2 |= dict(cards=("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"))
+smollm2 |= dict(cards=("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-14b"))
 # On a GPU a shape with random weights, of which plain fp32 training fits.
 llama = smollm2 | dict(shape="llama-3.2-1b", pretrained=False, tokens=256)
 # Continuous integration checks that the code works, not how fast it is.
@@ -253,6 +250,8 @@ print(f"predicted: {mib(dry_peak)}")
 from recipes_lib.report.charts.memory_timeline import timeline_chart
 from recipes_lib.report.ladders.memory import MemoryLadder
 
+gc.collect()
+gc.freeze()  # to count bytes, Python looks at all objects: not at those of the imports
 ladder = MemoryLadder("01_large_models_limited_hardware")
 
 
@@ -453,7 +452,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. (It has one embedding copy less, 108 MiB, and 2 MiB of its own: now the second gradient is added into the first one.) **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
+# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
 #
 # ### 3. Activation offloading
 #
@@ -546,12 +545,11 @@ from recipes_lib.training.compiled_blocks import (
 
 show(compiled_by_hand)
 
-compiles = can_compile(device)
+compiles = sizes.compiles and can_compile(device)
 if compiles:
     of_compiled = gradients_of(compiled_by_hand(copy.deepcopy(small)))
     assert torch.allclose(of_compiled, right, atol=1e-6)
     print("compiled gradients: equal up to rounding, for sums run in another order")
-compiles = compiles and sizes.compiles
 
 
 def compiled(model):
@@ -569,7 +567,7 @@ ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits)
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: here, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**. The baseline takes part each time, and a row is compared with its turns there. In brackets stands the range: of the seconds, and of the ratios turn by turn. (One slow turn of the baseline lowers every ratio of that turn: then read the seconds.)
+# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: here, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**. The baseline takes part each time, and a row is compared with its turns there. In brackets stands the range.
 
 # %%
 from recipes_lib.report.ladder import RATIO, TIME, cell
@@ -643,7 +641,7 @@ print("the same weights after the step, to the last bit")
 # A loss scale needs all gradients before the step: on a T4 this row is in fp32.
 in_one_go = train_step if precision.dtype == torch.float16 else step_in_16_bits
 in_one_step = build(recipe_2, optimizer_of=in_backward, step=in_one_go)
-ladder.climb("step in backward", in_one_step, **on_lean)
+ladder.climb("step in backward", in_one_step, **on_lean, **if_on_gpu)
 towers("step in backward")
 
 # %% [markdown]
@@ -699,7 +697,7 @@ for name, optimizer_of in fewer_bits.items():
 # %% [markdown]
 # **The answer.** Rounded to nearest, it never falls, and no error says so. So `sixteen_bit_adamw` rounds *stochastically*: to one of the two neighbours at random, to the nearer one more often, which is right on average. Weights in 16 bits need the same ([`bf16_adamw`](../recipes_lib/precision/pure_bf16.py)).
 #
-# States fall from 1,026 MiB to 513, and to 422 in 8 bits. That is more than a quarter, because *8-bit AdamW* keeps those of the embedding in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it. (Equal losses say nothing of the rounding: no row has updated a weight by then.)
+# States fall from 1,026 MiB to 513, and to 422 in 8 bits. That is more than a quarter, because *8-bit AdamW* keeps those of the embedding in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it.
 #
 # ### 8. Optimizer states in host memory
 #
@@ -812,9 +810,9 @@ on_4_bits = build(qlora, recipe_2, step=step_in_16_bits)
 ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 
 # %% [markdown]
-# **The answer.** No, by 1 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding: 108 of these 179. The loss makes a copy of it in 16 bits, and what enters each block has 32 bits, too. *Everything combined* below keeps it in 16 bits. On the H100 below *QLoRA* takes a little more than *LoRA*, for the same reason. In Llama 3.1 8B embedding and output layer have 1.05 billion numbers: 3.9 GiB in 32 bits, and half of that in 16.
+# **The answer.** No, by 1 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding: 108 of these 179. *Everything combined* below keeps it in 16 bits. In Llama 3.1 8B embedding and output layer have 1.05 billion numbers: 3.9 GiB in 32 bits, and half of that in 16.
 #
-# **In your code.** Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room. To keep the embedding in 16 bits, leave `prepare_model_for_kbit_training` out, load with `dtype=torch.bfloat16`, and switch on checkpoints with `use_reentrant=False`. (With `True` the first block gets a gradient only after `model.enable_input_require_grads()`.) On CPUs with AVX512-BF16 call `model.train()` before the first forward: one in evaluation mode makes bitsandbytes repack the weights for a kernel without a backward. `check_gradient_flow` sees both: a first block without a gradient, and a forward without a backward.
+# **In your code.** Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room. To keep the embedding in 16 bits, leave `prepare_model_for_kbit_training` out, load with `dtype=torch.bfloat16`, and switch on checkpoints with `use_reentrant=False`. (With `True` the first block gets a gradient only after `model.enable_input_require_grads()`.) On a CPU call `model.train()` before the first forward ([why](../TRAPS.md)). `check_gradient_flow` sees both mistakes.
 #
 # ### 11. Layer streaming
 #
@@ -831,7 +829,7 @@ streamed = build(qlora, chunked_loss, streaming, step=step_in_16_bits)
 ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"}, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** By nearly all: 401 → 350 MiB. What stays of the weights is the embedding and the adapters: at the peak, in the loss, hardly any block is needed. (Inputs of these checkpoints count as *other*.)
+# **The answer.** By nearly all: 401 → 350 MiB. What stays of the weights is the embedding and the adapters: at the peak, in the loss, hardly any block is needed.
 #
 # **In your code.** We know of no switch for a frozen base in four bits; for weights in 16 bits there is DeepSpeed's ZeRO-3 with `offload_param`. Take many tokens per step: each weight travels from the host to the card twice.
 #
@@ -868,7 +866,7 @@ take_turns()
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights, 125 of 252 MiB: 54 are the embedding in 16 bits. (On the batch its untrained loss is 4.12, that of *QLoRA* 4.01: here what is not packed has 16 bits, and weights had 16 before they were packed.)
+# **The answer.** The weights, 125 of 252 MiB: 54 are the embedding in 16 bits.
 #
 # ## Does it still learn?
 #
@@ -921,13 +919,15 @@ for name in ("QLoRA", "LoRA, compiled"):
 # %% [markdown]
 # All weights, with room: *16 bits, compiled, chunked loss*, in half the time. All weights, with little room: *8-bit AdamW in backward, compiled*. Adapters: *LoRA, compiled*; where that does not fit, *everything combined*.
 #
-# **Do four bits pay?** On this small model as the libraries do it, no: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *LoRA, compiled* and *everything combined* differ by the four bits alone, which save 37 % for 4 % more time on this CPU. On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 s against 0.25 s: as long as the plain step. LoRA itself saved memory there and no time: all weights with the same recipes took 0.65 of the 0.33 s. Their other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, ends at 3.17. Three steps say little: in 240 of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb), with three seeds, 32 bits there have 0 to 5 right answers more of 64. The table below says when a larger model needs them: with 8 GiB for three billion weights, with 12 or 16 GiB for eight.
+# **Do four bits pay?** As the libraries do it, not on this small model: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *everything combined* takes 37 % less than *LoRA, compiled*, and by their fastest turns 17 % more time on this CPU. The other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, ends at 3.17; in 240 steps of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) these 32 bits bring 0 to 5 right answers of 64. The table below says when a larger model needs four bits: with 8 GiB for three billion weights, with 12 or 16 GiB for eight, with 16 or 24 GiB for fourteen.
+#
+# On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 and 0.25 s. LoRA itself saved memory there and no time: all weights with the same recipes took 0.65 of the plain step's 0.33 s.
 #
 # **Bytes are the same everywhere, times are not**: look at your own.
 #
-# Each loss is of one run of three steps with four texts, on eight held-out ones, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Offloading, states in fewer bits and streaming have no time, because a CPU's would mislead you on a GPU. That of *8-bit AdamW in backward, compiled* is a CPU's, too: on the H100 it took 0.18 s, where the plain step took 0.33.
+# Each loss is of one run of three steps with four texts, on eight held-out ones, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Offloading, the step in backward, states in fewer bits and streaming have no time, because a CPU's would mislead you on a GPU.
 #
-# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted on fake tensors to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less than expected. The equation in closed form is 10 % too low for this baseline; the gap, 5.6 GiB, is what attention in fp32 keeps: by arithmetic 4.0 GiB of scores, and 1.5 of keys and values repeated for all heads. Slow there is offloading, 3.64×. 8-bit states cost 11 % more time, our 16-bit ones 15 % and more memory, so take 8; and streaming about 15 % more than *QLoRA*.
+# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted, to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less. (The equation in closed form is 10 % too low there: it leaves out what attention in fp32 keeps.) Offloading is slow, 3.64×. 8-bit states cost 11 % more time, our 16-bit ones 15 % and more memory, so take 8. Streaming takes about 15 % more than *QLoRA*.
 #
 # <!-- numbers:gpu-01 -->
 # ### Notebook 01 on a GPU
@@ -961,7 +961,11 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # ## What fits your card
 #
-# The same equation, for three sizes of Llama on one text of 2,048 tokens. All four ways have checkpoints and a loss in chunks. *Full* trains all weights, kept and multiplied in 32 bits, with 8-bit AdamW in backward. The others train adapters of rank 16 on a base in 16 bits, in four bits, or in four bits with two blocks at a time on the card.
+# The same equation, for four models on one text of 2,048 tokens. All ways have checkpoints and a loss in chunks.
+#
+# - *Full, 8-bit AdamW*: all weights train, kept and multiplied in 32 bits. The optimizer steps in backward.
+# - *Full, all in 16 bits*: the same with weights and states in 16 bits, by `bf16_adamw`, which rounds stochastically.
+# - *LoRA*, *QLoRA*, *QLoRA, streamed*: adapters of rank 16 train, on a base in 16 bits, in four bits, or in four bits with two blocks at a time on the card.
 
 # %%
 from dataclasses import replace
@@ -977,6 +981,13 @@ def room(card):
     return (card * GIB - GIB / 2) / 1.2
 
 
+def fits(peak):
+    """The peak, and the smallest card that has room for it."""
+    cards = [f"fits {card:>2} GiB" for card in MEMORY if peak <= room(card)]
+    smallest = cards[0] if cards else f"more than {MEMORY[-1]} GiB"
+    return f"{peak / GIB:>6.1f} GiB, {smallest}"
+
+
 def lean_step(step):
     return equation.with_chunked_loss(equation.with_checkpointing(step))
 
@@ -986,16 +997,17 @@ def plain_step(shape, dtype):
     return equation.plain_step(model, rows=1, length=2048)
 
 
-def four_ways(shape):
-    """One step by arithmetic, in each of the four ways."""
+def ways_of(shape):
+    """One step by arithmetic, in each of the five ways."""
     in_32 = plain_step(shape, torch.float32)
     in_16 = plain_step(shape, torch.bfloat16)
-    in_8_bits = equation.with_states_in(lean_step(in_32), bits=8)
+    states_in_8 = equation.with_states_in(lean_step(in_32), bits=8)
     on_16_bits = lean_step(equation.with_adapters(in_16, rank=16))
     on_4_bits = equation.in_four_bits(on_16_bits)
     away = on_4_bits.sizes.linear_bytes * (1 - 2 / on_4_bits.sizes.blocks)
     return {
-        "full, 8-bit AdamW": equation.with_step_in_backward(in_8_bits),
+        "full, 8-bit AdamW": equation.with_step_in_backward(states_in_8),
+        "full, all in 16 bits": equation.with_step_in_backward(lean_step(in_16)),
         "LoRA": on_16_bits,
         "QLoRA": on_4_bits,
         "QLoRA, streamed": replace(on_4_bits, weights=on_4_bits.weights - round(away)),
@@ -1004,14 +1016,11 @@ def four_ways(shape):
 
 print("predicted by arithmetic, not run; the card has a fifth more, and half a GiB\n")
 for shape in sizes.cards:
-    for name, step in four_ways(shape).items():
-        smallest = min(card for card in MEMORY if step.peak <= room(card))
-        print(
-            f"{shape:<14}{name:<18}{step.peak / GIB:>6.1f} GiB, fits {smallest:>2} GiB"
-        )
+    for name, step in ways_of(shape).items():
+        print(f"{shape:<14}{name:<21}{fits(step.peak)}")
 
 # %% [markdown]
-# Arithmetic knows one precision at a time. So the largest shape goes through dry steps, too, with *full* under autocast, and with *QLoRA* as peft prepares it. A block more adds the same bytes at the same moments: steps of two to four blocks say what all of them need.
+# Arithmetic knows one precision at a time. So the two largest go through dry steps, too, with *full* under autocast, and with *QLoRA* as peft prepares it. A block more adds the same bytes at the same moments: steps of two to four blocks say what all of them need.
 
 # %%
 from recipes_lib.core.predict import CARDS
@@ -1027,20 +1036,18 @@ in_two_precisions = {
         build, qlora, recipe_2, step=partial(step_in_16_bits, texts=one_text)
     ),
 }
-shape = sizes.cards[-1]
-blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
-for name, way in in_two_precisions.items():
+for shape in sizes.cards[-2:]:
+    blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
+    for name, way in in_two_precisions.items():
 
-    def build_of(layers):
-        return way(base=partial(model_of_shape, shape, layers=layers))
+        def build_of(layers):
+            return way(base=partial(model_of_shape, shape, layers=layers))
 
-    few = any_size(build_of, layers=(2, 3), card=CARDS["RTX 4090"])
-    peak = few.peak(layers=blocks)
-    smallest = min(card for card in MEMORY if peak <= room(card))
-    print(f"{shape:<14}{name:<27}{peak / GIB:>5.1f} GiB, fits {smallest:>2} GiB")
+        few = any_size(build_of, layers=(2, 3), card=CARDS["RTX 4090"])
+        print(f"{shape:<14}{name:<27}{fits(few.peak(layers=blocks))}")
 
 # %% [markdown]
-# `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16; the table has them in 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight of a linear layer in the blocks. The table is not for a T4, which has no bf16. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; how long a text may be says [notebook 04](../notebooks/04_training_long_sequences.ipynb).
+# `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16, and for 14B between 16 and 24; the table has them in 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight of a linear layer in the blocks. The table is not for a T4, which has no bf16. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; how long a text may be says [notebook 04](../notebooks/04_training_long_sequences.ipynb).
 #
 # **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #
@@ -1108,7 +1115,7 @@ print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 #
 # ## Take this home
 #
-# QLoRA by the libraries alone, with the embedding in 16 bits. The cell after the next one uses nothing else of this page: give `source` and `half`, and your own pairs. It is written for transformers 5.23 and TRL 1.16 (before: `gradient_checkpointing=True`). Its memory is about that of *everything combined*; its blocks are not compiled. (The loss that it prints is of one-word answers, before any training.) Rows of `messages` in their place train on the question, too, unless `assistant_only_loss=True`.
+# QLoRA by the libraries alone, with the embedding in 16 bits. The cell after the next one uses nothing else of this page: give `source` and `half`, and your own pairs. It is written for transformers 5.23 and TRL 1.16 (before: `gradient_checkpointing=True`). Its memory is about that of *everything combined*; its blocks are not compiled. (The loss that it prints is of one-word answers, before any training.) Then the adapters are loaded again, and the first question is asked: after one step, expect no right answer. Rows of `messages` in their place train on the question, too, unless `assistant_only_loss=True`.
 
 # %%
 source = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")  # an id of the hub, or a folder
@@ -1118,7 +1125,7 @@ half = precision.dtype  # torch.bfloat16; on a T4 torch.float16
 import torch
 import trl
 from datasets import Dataset
-from peft import LoraConfig
+from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
@@ -1179,8 +1186,24 @@ for weight in trainer.model.parameters():
         weight.data = weight.data.float()
 trainer.train()
 trainer.save_model()  # the adapters
-print(f"TRL {trl.__version__}")
+assert model.get_input_embeddings().weight.dtype == half
+if torch.cuda.is_available():
+    print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+tokenizer = trainer.processing_class
 del trainer, model
+
+# Load them again, and ask.
+again = AutoPeftModelForCausalLM.from_pretrained(
+    settings.output_dir, quantization_config=four_bits, dtype=half, device_map="auto"
+)
+asked = tokenizer.apply_chat_template(
+    pairs[0]["prompt"],
+    add_generation_prompt=True,
+    return_dict=True,
+    return_tensors="pt",
+).to(again.device)
+written = again.generate(**asked, max_new_tokens=8)[0, asked["input_ids"].shape[1] :]
+print(f"TRL {trl.__version__}; {tokenizer.decode(written, skip_special_tokens=True)}")
 
 # %% [markdown]
 # [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.

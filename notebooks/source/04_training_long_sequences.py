@@ -23,10 +23,10 @@
 # > | in bf16 | longest text | time of a real step of 2,048 tokens, without a limit |
 # > |---|--:|--:|
 # > | SDPA, the default | 1,589 | 1.00× |
-# > | all switches of transformers and TRL | 54,182 | 1.32× |
-# > | **the five lines** | **92,346** | 1.33× |
+# > | all switches of transformers and TRL | 54,182 | 1.22× |
+# > | **the five lines** | **92,346** | 1.24× |
 # >
-# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. A step of 92,346 would take 2.8 hours on this machine.
+# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. A step of 92,346 would take 3.1 hours on this machine.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
@@ -68,11 +68,11 @@
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | ten to eleven on two CPU cores |
 # | **Minutes to read** | five for the tables of *My card*, 15 up to *What runs out*, which is all you need to act; 35 in all |
-# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB took twelve steps, up to 135,015 tokens. All fitted, and predictions, corrected after that run, are within 0.1 % ([below](#Do-such-predictions-hold-on-a-card?)). Of the last lengths on 24 GB below, that of 3B with all weights (43K) is shorter than one that ran (53,513). The other four, and the block above with its weights in fp32, have not run |
+# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB, for twelve steps of up to 135,015 tokens, which all fitted ([below](#Do-such-predictions-hold-on-a-card?)). No card has run the block above with its weights in fp32, nor the longest texts on 24 GB below, but for 3B with all weights: there a longer one ran |
 #
 # ## Setup
 #
-# Where the package is missing, as on Colab, this cell fetches it. `your-username` stands for the account that holds your copy, here and in the badge. After `make run` or `make lab` the cell does nothing. [Installation](../docs/install.md) says how a project of your own gets the package.
+# Where the package is missing, as on Colab, this cell fetches it. `your-username` stands for the account that holds your copy, here and in the badge.
 
 # %%
 import importlib.util
@@ -107,7 +107,7 @@ import torch.nn.functional as F
 from IPython.display import Markdown
 
 from recipes_lib.core.data import load_text
-from recipes_lib.core.measure import PeakMemory, bytes_alive, dry, dry_run, in_turns
+from recipes_lib.core.measure import PeakMemory, dry, in_turns
 from recipes_lib.core.measure.free_memory import keep_freed_memory
 from recipes_lib.core.measure.machine import (
     GIB,
@@ -124,7 +124,6 @@ here = machine()
 on_gpu = here.device == "cuda"
 elsewhere = "host" if on_gpu else "disk"  # where tensors can wait
 tokenizer = load_tokenizer()
-gc.freeze()  # counting bytes walks through all objects: not through those of the imports
 keep_freed_memory()  # a CPU's steps are slower where the system takes freed memory back
 dtype = torch.bfloat16 if on_gpu and here.native_bf16 else torch.float32
 print(here)
@@ -158,7 +157,7 @@ gpu16 = cpu | dict(shape="llama-3.2-1b", layers=4, limit=11 * GIB, common=1024)
 gpu16 |= dict(tile=512, cost=16384, read=65536, window=4096)
 gpu24 = gpu16 | dict(layers=None, limit=14 * GIB)
 # Continuous integration checks that the code works, not how much it saves.
-brief = cpu | dict(shape="tiny-smollm2", trained="tiny-smollm2", limit=200 * 2**20)
+brief = cpu | dict(shape="tiny-smollm2", trained="tiny-smollm2", limit=100 * 2**20)
 brief |= dict(common=32, grows=256, tile=16, short=256, long=512, cost=256)
 brief |= dict(few=2, steps=2, fewer=2, learns=32, read=1024, window=64, rounds=1)
 brief |= dict(cards=("tiny-smollm2",), most=256)
@@ -533,7 +532,14 @@ for method, (its_ways, build, lr) in on_24_gb.items():
 #
 # *QLoRA* has its embedding and norms in bf16 here. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, a short-text run had 0 to 5 more right answers of 64 after 240 steps, with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB 91,400 tokens are left of 161,000 for 8B. So the entries below have bf16; the lines for fp32 are those of `rest_in_fp32`.
 #
-# **The longest texts.** Each entry of the table has four lengths, in thousands of tokens: with *checkpoints* → with *a chunked loss* besides → with the inputs on the host besides, which is all that transformers and TRL have switches for → with tiles besides: **all five lines**. *No offload* has two: the five lines without the host → with nested checkpoints (recipe 5) in the place of checkpoints. They come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
+# **The longest texts.** Each entry of the table has four lengths, in thousands of tokens, and each arrow adds a recipe:
+#
+# 1. *checkpoints*;
+# 2. *a chunked loss*, too;
+# 3. the inputs on the host, too: all that transformers and TRL have switches for;
+# 4. tiles, too: **all five lines**.
+#
+# The last column has two: the five lines without the host, and these with nested checkpoints (recipe 5) in the place of checkpoints. All lengths come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data.
 
 # %%
 from recipes_lib.core.predict import CARDS
@@ -580,7 +586,7 @@ stacks = {
 }
 header = ["", *cards.values(), "24 GB, no offload"]
 table = [header, ["---", *["--:" for _ in header[1:]]]]
-on_24, shares, halves = {}, [], []
+on_24, shares = {}, []
 for shape in sizes.cards:
     model = on_meta(shape)
     for method, recipe in methods.items():
@@ -599,8 +605,6 @@ for shape in sizes.cards:
         if longest > 1000:
             on = {"card": "RTX 4090", "stack": (*FIVE_LINES, recipe)}
             shares.append(share_of_memory(model, longest, **on))
-            whole = step_operations(model, rows=1, length=longest)
-            halves.append(step_operations(model, rows=1, length=longest // 2) / whole)
         no_host = [
             longest_text(model, card="RTX 4090", stack=(*stack, recipe))
             for stack in (WITHOUT_OFFLOAD, NESTED)
@@ -610,9 +614,6 @@ for shape in sizes.cards:
 if shares:
     print("the steps themselves fill", end=" ")
     print(f"{min(shares):.1%} to {max(shares):.1%} of what the table gives to tensors")
-    print(
-        f"half of the length takes {min(halves):.0%} to {max(halves):.0%} of the time"
-    )
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
@@ -664,24 +665,6 @@ def with_checkpoints(model):
     return model
 
 
-stays = Way(with_checkpoints, **as_one_trains)  # no offload
-with_chunks = stays._replace(adapt=with_all_switches)
-tried = {
-    "checkpoints": (stays, 4_300),
-    "a chunked loss": (with_chunks, 22_700),
-    "the offload": (with_chunks._replace(around=inputs_wait), 22_900),
-    "all five lines": (five_lines, 50_500),
-    "five lines, no offload": (with_chunks._replace(adapt=with_five_lines), 29_300),
-}
-shape, card = sizes.cards[0], CARDS["RTX 4090"]
-filled = {}
-for which, (way, tokens) in tried.items():
-    dry_step = without_data(way, min(tokens, sizes.most), shape)
-    filled[which] = predict(dry_step, card=card, allocator=False).peak / limit_of(card)
-    print(f"{shape} in fp32, 24 GB, {which}: {tokens:,} tokens fill", end=" ")
-    print(f"{filled[which]:.1%} of what tensors get")
-
-
 def rest_in_fp32(model):
     """As peft prepares it: embedding, norms and output layer in 32 bits."""
     for weight in model.parameters():
@@ -690,17 +673,35 @@ def rest_in_fp32(model):
     return model
 
 
-# Of 32 blocks three to five are enough: each one more adds the same bytes.
-shape, tokens = sizes.cards[-1], 91_400
-way = Way(
-    lambda model: rest_in_fp32(adapters_in_five_lines(model)), inputs_wait, in_16_bits
-)
-dry_step = partial(without_data, way, min(tokens, sizes.most), shape)
-blocks = on_meta(shape).config.num_hidden_layers
-taken = any_size(dry_step, layers=(3, 4), card=card).peak(layers=blocks)
-which = "QLoRA with the rest in fp32, five lines"
-filled[which] = taken / limit_of(card)
-print(f"{shape}, 24 GB, {which}: {tokens:,} tokens fill {filled[which]:.1%}")
+def adapters_beside_fp32(model):
+    return rest_in_fp32(adapters_in_five_lines(model))
+
+
+stays = Way(with_checkpoints, **as_one_trains)  # no offload
+with_chunks = stays._replace(adapt=with_all_switches)
+no_offload = with_chunks._replace(adapt=with_five_lines)
+small, large = sizes.cards[0], sizes.cards[-1]
+tried = {
+    "checkpoints": (small, stays, 4_300),
+    "a chunked loss": (small, with_chunks, 22_700),
+    "the offload": (small, with_chunks._replace(around=inputs_wait), 22_900),
+    "five lines, no offload": (small, no_offload, 29_300),
+    "all five lines": (small, five_lines, 50_500),
+    "QLoRA, rest in fp32": (
+        large,
+        Way(adapters_beside_fp32, inputs_wait, in_16_bits),
+        91_400,
+    ),
+}
+card = CARDS["RTX 4090"]
+filled = {}
+for which, (shape, way, tokens) in tried.items():
+    dry_step = partial(without_data, way, min(tokens, sizes.most), shape)
+    # Three to five blocks say what all need: each one more adds the same bytes.
+    few = any_size(dry_step, layers=(3, 4), card=card)
+    taken = few.peak(layers=on_meta(shape).config.num_hidden_layers)
+    filled[which] = taken / limit_of(card)
+    print(f"{shape}, 24 GB, {which}: {tokens:,} tokens fill {filled[which]:.1%}")
 
 # %% [markdown]
 # In the block at the top the offload brings nothing without tiles, for there the MLP is the peak, and 1.7 times the length with them.
@@ -709,11 +710,13 @@ print(f"{shape}, 24 GB, {which}: {tokens:,} tokens fill {filled[which]:.1%}")
 #
 # - Nothing else may use the card: take off what `nvidia-smi` shows before the start. An L4 or A10G shows less than the 23.15 GiB that an RTX 4090 leaves for tensors: compare `torch.cuda.mem_get_info()`, and ask the doctor with your card.
 # - These models know 131,072 positions. What is longer is about memory only.
-# - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest, and one fitted with 99 % in use, with `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment, which `machine()` sets in this notebook, and your program has to. Buffers of a library come on top, and other kernels have other needs: what others measured with stacks of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
+# - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest. Your program needs `PYTORCH_ALLOC_CONF=expandable_segments:True` in its environment for that; in this notebook `machine()` sets it.
+# - It knows PyTorch's kernels. Buffers of a library come on top, and what others measured with kernels of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
 # - The host has a limit, too. In the second table it is the last number of a field, with inputs in 16 bits; in fp32 they take twice that.
 # - Times are forward and backward at that rate, second forward and copies included. No RTX 4090 has run one.
-# - A T4 has no bf16, and its fast kernels refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are. The block at the top needs `apply_flash_attention(model)` there, and no `autocast`; it has room for half a billion weights. *QLoRA* needs it, too, multiplies in fp16, and packs before the model is on the card. The copies of keys and values are not in the entries, so they are at most. No T4 has run these lines:
+#
+# **On a T4**: it has no bf16, and its fast kernels refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are. So call `apply_flash_attention(model)` first. It copies keys and values for all heads, which the entries leave out. The block at the top then takes no `autocast`, and has room for half a billion weights. *QLoRA* multiplies in fp16, and packs before the model is on the card. No T4 has run these lines:
 #
 # ```python
 # from recipes_lib.attention.flash import apply_flash_attention
@@ -735,7 +738,7 @@ print(f"{shape}, 24 GB, {which}: {tokens:,} tokens fill {filled[which]:.1%}")
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
 # | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
-# | the last | all five lines | 1.3 times the plain step, on two CPU cores at 2,048 tokens; Unsloth reports 1.3 times for its tiles on a GPU |
+# | the last | all five lines | 1.2 times the plain step, on two CPU cores at 2,048 tokens; Unsloth reports 1.3 times for its tiles on a GPU |
 # | longer than the second, and the host has no room, as on a free Colab | the five lines without `offload_activations`, up to the first length of *24 GB, no offload*; up to its second `apply_nested_checkpointing(model, group=best_group(blocks))` of `recipes_lib.memory.nested_checkpointing` in place of the third call | one more forward; nested, nearly two |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else; Llama 3.1 and 3.2 are scaled already, and end at 131,072 | some loss within the trained length |
@@ -823,6 +826,8 @@ print(f"longest text: {longest_by(eager_terms):,} tokens")
 # %%
 from recipes_lib.workflows.longest_sequence import search
 
+gc.collect()
+gc.freeze()  # counting bytes walks through all objects: not through those of the imports
 ladder = LengthLadder(
     "04_training_long_sequences", timed_at=sizes.cost, against="flash attention"
 )
@@ -1117,14 +1122,6 @@ def tiled_and_checkpointed(model):
 
 climb("+ tiled MLP", Way(tiled_and_checkpointed), longest_by(tiled_terms))
 
-# How often does an MLP see a token in one step?
-seen = []
-model = tiled_and_checkpointed(model_of_shape(sizes.shape, layers=2, dtype=dtype))
-gate = model.model.layers[0].mlp.gate_proj
-gate.register_forward_hook(lambda gate, inputs, output: seen.append(inputs[0].shape[1]))
-ids = text_of(sizes.common)
-model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-print(f"forward of an MLP: {sum(seen) / sizes.common:.0f} times in a step")
 before, after = checkpoint_terms(16_384), tiled_terms(16_384)
 print("to the guess, of 16,384 tokens:")
 print(f"  inputs of the blocks {before.activations / 2**20:6,.0f} MiB")
@@ -1132,7 +1129,7 @@ print(f"  one block            {before.one_block / 2**20:6,.0f} MiB")
 print(f"  one block, tiled     {after.one_block / 2**20:6,.0f} MiB")
 
 # %% [markdown]
-# The inputs, with what waits beside them, are larger, and a tile does not touch them: hence the small gain, 1.3 times. Once they are elsewhere, as in recipe 6, the one block is most of what grows. By hand the MLP's forward runs three times: in forward, when the block is computed again, and when its tile is. The row runs it twice, because the checkpoint of the block stops at the MLP's input. The rest of the price is the many small products. *Not when* no block is checkpointed yet.
+# The inputs, with what waits beside them, are larger, and a tile does not touch them: hence the small gain, 1.3 times. Once they are elsewhere, as in recipe 6, the one block is most of what grows. The price is many small products; the MLP's forward still runs twice, as with checkpoints, because the checkpoint of the block stops at the MLP's input. *Not when* no block is checkpointed yet.
 #
 # **The line you will write tomorrow**: Axolotl `tiled_mlp: true`, Unsloth `unsloth_tiled_mlp=True` in `from_pretrained` (published: 1.3 times the step), DeepSpeed's `TiledMLP`. None of them is installed here, and transformers has none, so the row is ours.
 #
@@ -1163,11 +1160,6 @@ gradients = torch.autograd.grad(plain, hidden)
 by_hand = nested_by_hand(layers, hidden, group=3).sum()
 assert torch.equal(*gradients, *torch.autograd.grad(by_hand, hidden))
 group = best_group(blocks_here)
-for k in (1, 2, group, min(10, blocks_here)):
-    # While backward is in block i: the inputs of all groups up to its own, and those of
-    # its group's blocks after the first, up to i.
-    alive = max(i // k + 1 + i % k for i in range(blocks_here))
-    print(f"k = {k:2}: at most {alive:2} inputs at a time")
 
 
 def nested(model):
@@ -1282,28 +1274,8 @@ if not on_gpu:  # there the search has taken real steps
     print(f"{sizes.long:,} tokens, the real step: {step['bytes']:,} bytes,", end=" ")
     print(f"the dry one is off by {abs(dry_bytes / step['bytes'] - 1):.2%}")
 
-
-def bytes_in_few_blocks(tokens):
-    """The peak of a step with the five lines, of three blocks: more of it grows."""
-    others = bytes_alive()
-    model = model_of_shape(sizes.shape, layers=3)
-    step, _ = prepare(five_lines, model, lr=0.0)
-    step(text_of(16))
-    with PeakMemory() as memory:
-        step(text_of(tokens))
-    return memory.peak - others, 16 * model.num_parameters()
-
-
-if not on_gpu:
-    in_few, never_grow = bytes_in_few_blocks(sizes.grows)
-    with dry_run():
-        dry_in_few, _ = bytes_in_few_blocks(sizes.grows)
-    off_in_few = dry_in_few / in_few - 1
-    print(f"{sizes.grows:,} tokens in three blocks: {in_few:,} bytes,", end=" ")
-    print(f"of which {1 - never_grow / in_few:.0%} grow; off by {abs(off_in_few):.2%}")
-
 # %% [markdown]
-# At equal precision the tiles make the text 1.7 times as long. The 4e-02 of the rows is bf16 itself, because the plain step has it, too. From that step all switches are 1e-02 away, and so are the five lines, even in tiles of 128 tokens. Each tile adds its part of the weights' gradients, rounded, and on another processor that may count: the default is large tiles, of 1,024 tokens or more. None of the longest steps was computed. Of a real step of 4,096 tokens little grows with the text; so three blocks took one of 8,192, and the dry step has its bytes, too.
+# At equal precision the tiles make the text 1.7 times as long. The 4e-02 of the rows is bf16 itself, because the plain step has it, too. From that step all switches are 1e-02 away, and so are the five lines, even in tiles of 128 tokens. Each tile adds its part of the weights' gradients, rounded, and on another processor that may count: the default is large tiles, of 1,024 tokens or more. None of the longest steps was computed.
 #
 # ## What it costs
 #
@@ -1360,7 +1332,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 #
 # **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table of that day promised on 24 GB. All twelve fitted. (The longest takes 91 seconds, so longer ones were left out.)
 #
-# The predictions beside them, three minutes of one CPU core, were made *after* the run, by code that it had corrected in two places. So they show that the account is complete now, and are no forecast. The backward of FlashAttention adds up in tensors that a CPU's has not, which counts in long texts. And under a GPU's autocast the adapters of QLoRA read what is there, where on a CPU they make copies in fp32: by these the dry steps of QLoRA with a chunked loss were a tenth to a fifth too high, and the arithmetic that chose their lengths more. Five of the lengths differ from today's table, because both are in it now. Of its last lengths that of 3B with all weights lies below the one that ran, and that of 8B with *QLoRA* a fifth above it; the others have not run. (That run had `model.activation_checkpointing_enable()`, which keeps one input more than the block for *QLoRA* above.) Below five seconds the seconds say nothing: no step had warmed up.
+# The predictions beside them were made *after* the run, by code that it had corrected in two places: what FlashAttention's backward adds up, and what QLoRA's adapters read under a GPU's autocast. So they show that the account is complete now, and are no forecast: before, *QLoRA* with a chunked loss was predicted a tenth to a fifth too high. For the same reason five of the lengths differ from today's table. Of its last lengths, that of 3B with all weights is shorter than the one that ran, that of 8B with *QLoRA* a fifth longer, and the others have not run. (That run had `model.activation_checkpointing_enable()`, which keeps one input more than the block for *QLoRA* above.) Below five seconds the seconds say nothing: no step had warmed up.
 #
 # <!-- numbers:lengths_on_a_card-04 -->
 # | model, what trains, lines | tokens | predicted, GiB | measured, GiB | difference | seconds |
@@ -1394,7 +1366,9 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 # | + tiled MLP | 1,200,000 | 1,468,783 | +22% |
 # <!-- end -->
 #
-# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. From the chunked loss to all of it they measured 4.0 times the length, where the equation says 5.4: for the offload 2.2, where it says 1.8, and for the tiles 1.8, where it says 3.0. So with DeepSpeed, Liger or FlashAttention 3 expect tiles to give 1.8 times, and not 3. The equation knows the operators of PyTorch. Where it says too little, Liger's kernels may be the cause; where too much, what DeepSpeed and FlashAttention 3 keep for themselves. We could not look. A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports for 8B *QLoRA* 78,475 tokens on 24 GB and 342,733 on 80, without tiles. With tiles it reports [500K and more in place of 290K](https://docs.unsloth.ai/new/500k-context-length-fine-tuning) for gpt-oss-20b on an H100.
+# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. The offload gave 2.2 times, where the equation says 1.8, and the tiles 1.8, where it says 3.0. So with DeepSpeed, Liger or FlashAttention 3 expect tiles to give 1.8 times, and not 3. (The equation knows the operators of PyTorch. What theirs keep we could not see.)
+#
+# A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports for 8B *QLoRA* 78,475 tokens on 24 GB and 342,733 on 80, without tiles. With tiles it reports [500K and more in place of 290K](https://docs.unsloth.ai/new/500k-context-length-fine-tuning) for gpt-oss-20b on an H100.
 #
 # ## Part B: another model, for less time or longer texts
 #
@@ -1464,7 +1438,7 @@ for way, fewer in fewer_pairs.items():
     print(f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer scores")
 
 # %% [markdown]
-# To the guess: about an eighth of the pairs is left, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. In whole blocks 6.6 times fewer scores are left, and the clock of two CPU cores says 5.3 and 7.0 in its two rounds. *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
+# To the guess: about an eighth of the pairs is left, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. In whole blocks 6.6 times fewer scores are left, and the clock of two CPU cores says 6.9 and 7.4 in its two rounds: the row *full* loses a little to its size, too. *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
 #
 # The model was trained to read more. What does it cost to read less?
 
@@ -1597,7 +1571,7 @@ ladder.note(
     per_token=per_token | {"longest": at_the_longest},
 )
 if not on_gpu:
-    ladder.note(predicted={"bytes": dry_bytes, "off in few blocks": off_in_few})
+    ladder.note(predicted={"bytes": dry_bytes})
 assert loss_error < (2e-2 if on_gpu else 1e-4), "the same loss"
 assert gradient_error < (1e-1 if on_gpu else 1e-3), "the same gradients"
 if not fast():  # lengths as short as those of FAST mode say nothing

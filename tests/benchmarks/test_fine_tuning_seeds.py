@@ -12,10 +12,13 @@ TINY = Settings(model="tiny-smollm2", pairs=8, held_out=1)
 
 
 def test_a_way_takes_its_passes_and_a_seed_its_order():
-    """The mistakes: adapters that see the pairs once, and a seed that changes nothing."""
+    """The mistakes: adapters that see the pairs once, a seed that changes nothing, and source code
+    that no step has."""
     first = trained("full fine-tuning", TINY, seed=1)
     assert first["steps"] == 2
-    assert trained("LoRA", TINY, seed=1)["steps"] == 4
+    lora = trained("LoRA", TINY, seed=1)
+    assert lora["steps"] == 4
+    assert trained("LoRA, with source code", TINY, seed=1)["perplexity"] < lora["perplexity"]
     assert trained("full fine-tuning", TINY, seed=2)["loss"] != first["loss"]
 
 

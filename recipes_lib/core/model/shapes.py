@@ -40,6 +40,7 @@ SHAPES = {
     "qwen2.5-3b": ModelShape(2048, 11008, 36, 16, 2, 151936, True, "Qwen2"),
     "qwen2.5-32b": ModelShape(5120, 27648, 64, 40, 8, 152064, False, "Qwen2"),
     "qwen3-8b": ModelShape(4096, 12288, 36, 32, 8, 151936, False, "Qwen3"),
+    "qwen3-14b": ModelShape(5120, 17408, 40, 40, 8, 151936, False, "Qwen3"),
     "gemma-2-9b": ModelShape(3584, 14336, 42, 16, 8, 256000, True, "Gemma2", 256),
     # Mixtures of experts, of whose numbers the families' configurations have the same.
     "mixtral-8x7b": ModelShape(4096, 14336, 32, 32, 8, 32000, False, "Mixtral"),
