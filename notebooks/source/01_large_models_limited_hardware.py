@@ -452,7 +452,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak: no recipe of Part A gets below its 2,163. **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
+# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak. Of that the loss in chunks saves an embedding copy, 2,269 → 2,163; no recipe of Part A gets lower. **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
 #
 # ### 3. Activation offloading
 #
@@ -563,7 +563,7 @@ ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits)
 # %% [markdown]
 # **The answer.** Yes: 3,452 → 3,047 MiB. What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block.
 #
-# **In your code.** `block.compile()` for each block, before checkpointing. The first step takes longer, and so does the first one of each further shape of a batch.
+# **In your code.** `block.compile()` for each block, before checkpointing (for the Trainer: before you make it; here it ran in our own loop). The first step takes longer, and so does the first one of each further shape of a batch.
 #
 # ### The rows take turns on the clock
 #
@@ -697,7 +697,7 @@ for name, optimizer_of in fewer_bits.items():
 # %% [markdown]
 # **The answer.** Rounded to nearest, it never falls, and no error says so. So `sixteen_bit_adamw` rounds *stochastically*: to one of the two neighbours at random, to the nearer one more often, which is right on average. Weights in 16 bits need the same ([`bf16_adamw`](../recipes_lib/precision/pure_bf16.py)).
 #
-# States fall from 1,026 MiB to 513, and to 422 in 8 bits. That is more than a quarter, because *8-bit AdamW* keeps those of the embedding in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it.
+# (The equal losses prove nothing: they are from before an update. The ten updates above do.) States fall from 1,026 MiB to 513, and to 422 in 8 bits. That is more than a quarter, because *8-bit AdamW* keeps those of the embedding in 32 bits, as its authors advise and the Trainer's `optim="adamw_8bit"` does. bitsandbytes' own class has all of them in 8 bits; a combination below takes it.
 #
 # ### 8. Optimizer states in host memory
 #
@@ -810,7 +810,7 @@ on_4_bits = build(qlora, recipe_2, step=step_in_16_bits)
 ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 
 # %% [markdown]
-# **The answer.** No, by 1 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed, and here that is the embedding: 108 of these 179. *Everything combined* below keeps it in 16 bits. In Llama 3.1 8B embedding and output layer have 1.05 billion numbers: 3.9 GiB in 32 bits, and half of that in 16.
+# **The answer.** No, by 1 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed: here that is the embedding, 108 of these 179. And what a 32-bit embedding hands to the blocks is 32 bits wide, too: *activations* and *other* rise together from 90 to 184 MiB, and eat what the weights have saved. *Everything combined* below keeps the embedding in 16 bits, which takes 54 MiB off the weights and 94 off the rest. In Llama 3.1 8B embedding and output layer have 1.05 billion numbers: 3.9 GiB in 32 bits, and half of that in 16.
 #
 # **In your code.** Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room. To keep the embedding in 16 bits, leave `prepare_model_for_kbit_training` out, load with `dtype=torch.bfloat16`, and switch on checkpoints with `use_reentrant=False`. (With `True` the first block gets a gradient only after `model.enable_input_require_grads()`.) On a CPU call `model.train()` before the first forward ([why](../TRAPS.md)). `check_gradient_flow` sees both mistakes.
 #
@@ -919,15 +919,15 @@ for name in ("QLoRA", "LoRA, compiled"):
 # %% [markdown]
 # All weights, with room: *16 bits, compiled, chunked loss*, in half the time. All weights, with little room: *8-bit AdamW in backward, compiled*. Adapters: *LoRA, compiled*; where that does not fit, *everything combined*.
 #
-# **Do four bits pay?** As the libraries do it, not on this small model: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *everything combined* takes 37 % less than *LoRA, compiled*, and by their fastest turns 17 % more time on this CPU. The other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, ends at 3.17; in 240 steps of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) these 32 bits bring 0 to 5 right answers of 64. The table below says when a larger model needs four bits: with 8 GiB for three billion weights, with 12 or 16 GiB for eight, with 16 or 24 GiB for fourteen.
+# **Do four bits pay?** As the libraries do it, not on this small model: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *everything combined* takes 37 % less than *LoRA, compiled*, and by their fastest turns 17 % more time on this CPU. The other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, begins lower on the batch, 4.01 in place of 4.12, and ends at 3.17; in 240 steps of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) these 32 bits bring 0 to 5 more right answers of 64, by seed. The table below says when a larger model needs four bits: with 8 GiB for three billion weights, with 12 or 16 GiB for eight, with 16, 24 or 32 GiB for fourteen.
 #
-# On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 and 0.25 s. LoRA itself saved memory there and no time: all weights with the same recipes took 0.65 of the plain step's 0.33 s.
+# On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 and 0.25 s, and 85 MiB more. LoRA saved memory there and no time: all weights with the same recipes took 0.21 s. Compiled, LoRA took 0.13.
 #
 # **Bytes are the same everywhere, times are not**: look at your own.
 #
 # Each loss is of one run of three steps with four texts, on eight held-out ones, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Offloading, the step in backward, states in fewer bits and streaming have no time, because a CPU's would mislead you on a GPU.
 #
-# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*: predicted 2,985 MiB. Bytes are as predicted, to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less. (The equation in closed form is 10 % too low there: it leaves out what attention in fp32 keeps.) Offloading is slow, 3.64×. 8-bit states cost 11 % more time, our 16-bit ones 15 % and more memory, so take 8. Streaming takes about 15 % more than *QLoRA*.
+# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*. Bytes are as predicted, to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less. (The equation in closed form is 10 % too low there: it leaves out what attention in fp32 keeps.) Offloading is slow, 3.64×. Beside fp32 states, 8-bit ones take 11 % more time and our 16-bit ones 15 %, and more memory than 8: so take 8. Streaming takes about 15 % more than *QLoRA*.
 #
 # <!-- numbers:gpu-01 -->
 # ### Notebook 01 on a GPU
@@ -965,7 +965,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # - *Full, 8-bit AdamW*: all weights train, kept and multiplied in 32 bits. The optimizer steps in backward.
 # - *Full, all in 16 bits*: the same with weights and states in 16 bits, by `bf16_adamw`, which rounds stochastically.
-# - *LoRA*, *QLoRA*, *QLoRA, streamed*: adapters of rank 16 train, on a base in 16 bits, in four bits, or in four bits with two blocks at a time on the card.
+# - *LoRA*, *QLoRA*, *QLoRA, streamed*: adapters of rank 16 train, on a base in 16 bits, in four bits (embedding and output layer in 16), or in four bits with two blocks at a time on the card.
 
 # %%
 from dataclasses import replace
@@ -1093,7 +1093,7 @@ print(f"{found} micro-batches fit, and leave the same gradients")
 #
 # ## Out-of-memory doctor
 #
-# Given a model, a device and the text of an error, what should be tried first? In a terminal it is `python -m recipes_lib doctor --model llama-3.1-8b --dtype bf16 --memory 24 --batch-size 4 --seq-len 2048`. Each line is a stack of recipes with its peak by arithmetic.
+# Given a model, a device and the text of an error, what should be tried first? In a terminal it is `python -m recipes_lib doctor --model llama-3.1-8b --dtype bf16 --memory 24 --batch-size 4 --seq-len 2048`. (It leaves 5 % of the card for holes; the cell is more careful, and leaves the fifth from above.) Each line is a stack of recipes with its peak by arithmetic.
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1115,7 +1115,7 @@ print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 #
 # ## Take this home
 #
-# QLoRA by the libraries alone, with the embedding in 16 bits. The cell after the next one uses nothing else of this page: give `source` and `half`, and your own pairs. It is written for transformers 5.23 and TRL 1.16 (before: `gradient_checkpointing=True`). Its memory is about that of *everything combined*; its blocks are not compiled. (The loss that it prints is of one-word answers, before any training.) Then the adapters are loaded again, and the first question is asked: after one step, expect no right answer. Rows of `messages` in their place train on the question, too, unless `assistant_only_loss=True`.
+# QLoRA by the libraries alone, with the embedding in 16 bits. For LoRA in 16 bits, the faster one where it fits, leave out `quantization_config` in both places. The cell after the next one uses nothing else of this page: give `source` and `half`, and your own pairs. It is written for transformers 5.23 and TRL 1.16 (before: `gradient_checkpointing=True`). Its recipes are those of *everything combined* without the compiler. It ran on a CPU; on a GPU it prints its peak. (The loss that it prints is of one-word answers, before any training.) Then the adapters are loaded again, and the first question is asked: after one step, expect no right answer. Rows of `messages` in their place train on the question, too, unless `assistant_only_loss=True`.
 
 # %%
 source = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")  # an id of the hub, or a folder

@@ -44,7 +44,8 @@
 #
 # name = "meta-llama/Llama-3.2-1B"  # or a folder
 # text = open("long.txt").read()
-# ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids.cuda()  # [1, S]
+# ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids  # [1, S]
+# ids = ids[:, :50_000].cuda()
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda()
 # model.train()  # without it no chunks, and no checkpoints
 # optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
@@ -56,6 +57,7 @@
 #     with torch.autocast("cuda", torch.bfloat16):          # products in 16 bits
 #         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
 #     loss.backward()
+# torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 # optimizer.step()
 # optimizer.zero_grad()  # and again from the first `with`, for each text
 # ```
@@ -385,11 +387,13 @@ apart = beside_plain(curves)
 #
 # To accumulate, hand the loop several texts. As a program, which can resume, for all weights or adapters: [`python scripts/train_long_sequences.py`](../scripts/train_long_sequences.py).
 #
-# **With TRL** (1.16; this configuration was not run here) all but the tiles is a configuration. Its loss is in chunks by default, since 1.7:
+# **With TRL** (1.16) all but the tiles is a configuration, and the tiles are one call before. The loss is in chunks by default, since 1.7. (The line with `offload` needs a GPU, and was not run here; the rest runs in the next cell.)
 #
 # ```python
 # from trl import SFTConfig, SFTTrainer
+# from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
+# apply_tiled_mlp(model, norms=True)
 # config = SFTConfig(
 #     max_length=32_768,  # longer texts are cut here
 #     per_device_train_batch_size=1,
@@ -400,8 +404,53 @@ apart = beside_plain(curves)
 # SFTTrainer(model=model, args=config, train_dataset=texts).train()  # weights in fp32, as above
 # ```
 #
-# `activation_offloading=True` in place of the last line of the configuration copies beside the computation, and takes more memory.
-#
+# `activation_offloading=True` in place of the last line of the configuration copies beside the computation, and takes more memory. Do tiles train the same in TRL?
+
+# %%
+import transformers
+from datasets import Dataset, disable_progress_bars
+from trl import SFTConfig, SFTTrainer
+
+disable_progress_bars()
+transformers.utils.logging.set_verbosity_error()
+
+
+def losses_in_trl(adapt):
+    """Of three steps on the texts from above."""
+    seed_everything(0)
+    texts = [text_of(sizes.learns, start * sizes.learns) for start in range(4)]
+    config = SFTConfig(
+        output_dir="runs/tiles-in-trl",
+        max_steps=3,
+        learning_rate=5e-4,
+        per_device_train_batch_size=1,
+        bf16=here.native_bf16,
+        activation_checkpointing=True,
+        use_cpu=not on_gpu,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = SFTTrainer(
+        adapt(blocks_that_learn().train()),
+        config,
+        train_dataset=Dataset.from_list(
+            [{"input_ids": ids[0].tolist()} for ids in texts]
+        ),
+        processing_class=tokenizer,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+small_tiles = partial(apply_tiled_mlp, norms=True, tile_size=sizes.learns // 2)
+in_trl = {"TRL": losses_in_trl(unchanged), "TRL, tiles": losses_in_trl(small_tiles)}
+for which, its_losses in in_trl.items():
+    print(f"{which:<12}", *(f"{loss:.4f}" for loss in its_losses))
+
+# %% [markdown]
 # **With Axolotl or Unsloth** tiles of the MLP are a switch, too: `unsloth_tiled_mlp=True` in Unsloth's `from_pretrained` ([its post](https://docs.unsloth.ai/new/500k-context-length-fine-tuning)), and in Axolotl ([its page](https://github.com/axolotl-ai-cloud/axolotl/blob/19e03744e01f1f2be0768e3dd8554fef8674f2f0/docs/gradient_checkpointing.qmd)) these lines. We have run neither.
 #
 # ```yaml
@@ -515,6 +564,7 @@ of_adapters = {
         inputs_wait,
         in_16_bits,
     ),
+    "plain, adapters in fp32": Way(with_adapters),
 }
 on_24_gb = {
     "all weights": (all_weights, blocks_that_learn, 5e-4),
@@ -586,7 +636,7 @@ stacks = {
 }
 header = ["", *cards.values(), "24 GB, no offload"]
 table = [header, ["---", *["--:" for _ in header[1:]]]]
-on_24, shares = {}, []
+on_24, without_host, shares = {}, {}, []
 for shape in sizes.cards:
     model = on_meta(shape)
     for method, recipe in methods.items():
@@ -609,6 +659,7 @@ for shape in sizes.cards:
             longest_text(model, card="RTX 4090", stack=(*stack, recipe))
             for stack in (WITHOUT_OFFLOAD, NESTED)
         ]
+        without_host[f"{shape}, {method}"] = no_host[0]
         row = [f"{shape}, {method}", *map(in_thousands, fits.values())]
         table.append([*row, in_thousands(no_host if max(no_host) > 1000 else [0])])
 if shares:
@@ -617,7 +668,7 @@ if shares:
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
-# **What do 16K to 128K take on 24 GB?** In each field the least that fits, the time of a step, and what waits on the host. Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where something waits on the host, else with a chunked loss.
+# **What do 16K to 128K take on 24 GB?** In each field the least that fits, the time of a step, and what waits on the host. Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where there are tiles or an offload, else with a chunked loss. (The slowest with the five lines was that of 3B, 15 s. By the step of 8B, 91 s, the long ones would take three quarters of it.)
 
 # %%
 # Of the rate in the data sheet, the slowest step with this stack. Short ones had not warmed up.
@@ -630,17 +681,19 @@ for which, step in recorded("lengths").items():
         reached[stack] = min(share, reached.get(stack, 1))
 
 
-def least(shape, lengths, tokens):
+def least(which, tokens):
     """The first stack that holds so many tokens, its time, and its bytes on the host."""
-    enough = [name for name, most in zip(stacks, lengths) if most >= tokens]
+    *on_card, offload, tiles = zip(stacks, on_24[which])
+    in_order = [*on_card, ("tiles, no offload", without_host[which]), offload, tiles]
+    enough = [name for name, most in in_order if most >= tokens]
     if not enough:
         return "–"
-    model = on_meta(shape)
-    on_host = enough[0] in ("+ offload", "+ tiles")
-    share = reached.get("five lines" if on_host else "chunked loss", 1)
+    model = on_meta(which.split(", ")[0])
+    measured = "chunked loss" if enough[0] in dict(on_card) else "five lines"
     operations = step_operations(model, rows=1, length=tokens)
-    answer = f"{enough[0]}, {duration(operations / share / CARDS['RTX 4090'].rate)}"
-    if on_host:
+    seconds = operations / reached.get(measured, 1) / CARDS["RTX 4090"].rate
+    answer = f"{enough[0]}, {duration(seconds)}"
+    if enough[0] in ("+ offload", "+ tiles"):
         width = (model.config.num_hidden_layers - 1) * model.config.hidden_size
         answer += f", {2 * width * tokens / 1e9:,.0f} GB"
     return answer
@@ -648,9 +701,8 @@ def least(shape, lengths, tokens):
 
 wanted = (16_384, 32_768, 65_536, 131_072)  # tokens
 table = [["24 GB", *[f"{tokens:,}" for tokens in wanted]], ["---"] * 5]
-for which, lengths in on_24.items():
-    shape, _ = which.split(", ")
-    table.append([which, *[least(shape, lengths, tokens) for tokens in wanted]])
+for which in on_24:
+    table.append([which, *[least(which, tokens) for tokens in wanted]])
 print("of its data sheet's rate the H100 reached", end=" ")
 print(*[f"{share:.0%} with {stack}" for stack, share in reached.items()], sep=", ")
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
@@ -710,7 +762,7 @@ for which, (shape, way, tokens) in tried.items():
 #
 # - Nothing else may use the card: take off what `nvidia-smi` shows before the start. An L4 or A10G shows less than the 23.15 GiB that an RTX 4090 leaves for tensors: compare `torch.cuda.mem_get_info()`, and ask the doctor with your card.
 # - These models know 131,072 positions. What is longer is about memory only.
-# - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest. Your program needs `PYTORCH_ALLOC_CONF=expandable_segments:True` in its environment for that; in this notebook `machine()` sets it.
+# - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest; an eighth went into it, to 22.87 of 23.15 GiB, and fitted, too. Your program needs `PYTORCH_ALLOC_CONF=expandable_segments:True` in its environment for that; in this notebook `machine()` sets it.
 # - It knows PyTorch's kernels. Buffers of a library come on top, and what others measured with kernels of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
 # - The host has a limit, too. In the second table it is the last number of a field, with inputs in 16 bits; in fp32 they take twice that.
@@ -737,7 +789,7 @@ for which, (shape, way, tokens) in tried.items():
 # | the doctor says that it fits *as it is* | nothing | nothing |
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
-# | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
+# | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` (with the block at the top, in fp32, take tiles first) | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
 # | the last | all five lines | 1.2 times the plain step, on two CPU cores at 2,048 tokens; Unsloth reports 1.3 times for its tiles on a GPU |
 # | longer than the second, and the host has no room, as on a free Colab | the five lines without `offload_activations`, up to the first length of *24 GB, no offload*; up to its second `apply_nested_checkpointing(model, group=best_group(blocks))` of `recipes_lib.memory.nested_checkpointing` in place of the third call | one more forward; nested, nearly two |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
@@ -1330,9 +1382,9 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 #
 # ## Do such predictions hold on a card?
 #
-# **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table of that day promised on 24 GB. All twelve fitted. (The longest takes 91 seconds, so longer ones were left out.)
+# **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table of that day promised on 24 GB. All twelve fitted. (Longer ones were left out to save time on the card.)
 #
-# The predictions beside them were made *after* the run, by code that it had corrected in two places: what FlashAttention's backward adds up, and what QLoRA's adapters read under a GPU's autocast. So they show that the account is complete now, and are no forecast: before, *QLoRA* with a chunked loss was predicted a tenth to a fifth too high. For the same reason five of the lengths differ from today's table. Of its last lengths, that of 3B with all weights is shorter than the one that ran, that of 8B with *QLoRA* a fifth longer, and the others have not run. (That run had `model.activation_checkpointing_enable()`, which keeps one input more than the block for *QLoRA* above.) Below five seconds the seconds say nothing: no step had warmed up.
+# The predictions beside them were made *after* the run, by code that it had corrected in two places: what FlashAttention's backward adds up, and what QLoRA's adapters read under a GPU's autocast. So they show that the account is complete now, and are no forecast: the lengths of *QLoRA* with a chunked loss were meant to fill 22 GiB, and filled 16.3 to 18.5. For the same reason five of the lengths differ from today's table. Of its last lengths, that of 3B with all weights is shorter than the one that ran, that of 8B with *QLoRA* a fifth longer, and the others have not run. (That run had `model.activation_checkpointing_enable()`, which keeps one input more than the block for *QLoRA* above.) Below five seconds the seconds say nothing: no step had warmed up.
 #
 # <!-- numbers:lengths_on_a_card-04 -->
 # | model, what trains, lines | tokens | predicted, GiB | measured, GiB | difference | seconds |
@@ -1366,7 +1418,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 # | + tiled MLP | 1,200,000 | 1,468,783 | +22% |
 # <!-- end -->
 #
-# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. The offload gave 2.2 times, where the equation says 1.8, and the tiles 1.8, where it says 3.0. So with DeepSpeed, Liger or FlashAttention 3 expect tiles to give 1.8 times, and not 3. (The equation knows the operators of PyTorch. What theirs keep we could not see.)
+# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. The offload gave 2.2 times, where the equation says 1.8, and the tiles 1.8, where it says 3.0. So with DeepSpeed, Liger or FlashAttention 3 expect tiles to give 1.8 times, and not 3; and the 2.5 times of 8B above may be less there. (The equation knows the operators of PyTorch. What theirs keep we could not see.)
 #
 # A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports for 8B *QLoRA* 78,475 tokens on 24 GB and 342,733 on 80, without tiles. With tiles it reports [500K and more in place of 290K](https://docs.unsloth.ai/new/500k-context-length-fine-tuning) for gpt-oss-20b on an H100.
 #
@@ -1584,4 +1636,6 @@ if not fast():  # lengths as short as those of FAST mode say nothing
     for each in (apart, *on_24_gb.values()):
         five = [off for which, off in each.items() if which.startswith("five lines")]
         assert max(five) < 0.05, "they learn the same"
+tiles_in_trl = max(abs(a - b) for a, b in zip(*in_trl.values()))
+assert tiles_in_trl < 0.01, "TRL learns the same in tiles"
 print(f"all checks passed: loss to {loss_error:.0e}, gradients to {gradient_error:.0e}")
