@@ -20,13 +20,13 @@
 # >
 # > | what trains | recipes | peak, MiB | memory | time | H100, shape of Llama 3.2 1B |
 # > |---|---|--:|--:|--:|--:|
-# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.49× (0.48–0.50) | -50%, 0.11 s |
-# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.82× (0.82–0.83) | -82%, 0.18 s |
-# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.52× (0.52–0.57) | -93%, 0.13 s |
-# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.72× (0.72–0.75) | -92%, 0.33 s |
+# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.49× (0.48–0.50) | -50%, 0.34× |
+# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.82× (0.82–0.83) | -82%, 0.56× |
+# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.52× (0.52–0.57) | -93%, 0.39× |
+# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.72× (0.72–0.75) | -92%, 1.00× |
 # > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.61× (0.60–0.61) | |
 # >
-# > On the H100 the plain step took 0.33 s. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
+# > On the H100 the plain step took 0.33 s, and each time is the median of three steps. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
@@ -563,7 +563,7 @@ ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits)
 # %% [markdown]
 # **The answer.** Yes: 3,452 → 3,047 MiB. What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block.
 #
-# **In your code.** `block.compile()` for each block, before checkpointing (for the Trainer: before you make it; here it ran in our own loop). The first step takes longer, and so does the first one of each further shape of a batch.
+# **In your code.** `block.compile()` for each block, before checkpointing (not `torch_compile=True` of the Trainer, which compiles the whole model; ours ran in our own loop). The first step takes longer, and so does the first one of each further shape of a batch.
 #
 # ### The rows take turns on the clock
 #
@@ -919,7 +919,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 # %% [markdown]
 # All weights, with room: *16 bits, compiled, chunked loss*, in half the time. All weights, with little room: *8-bit AdamW in backward, compiled*. Adapters: *LoRA, compiled*; where that does not fit, *everything combined*.
 #
-# **Do four bits pay?** As the libraries do it, not on this small model: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *everything combined* takes 37 % less than *LoRA, compiled*, and by their fastest turns 17 % more time on this CPU. The other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, begins lower on the batch, 4.01 in place of 4.12, and ends at 3.17; in 240 steps of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) these 32 bits bring 0 to 5 more right answers of 64, by seed. The table below says when a larger model needs four bits: with 8 GiB for three billion weights, with 12 or 16 GiB for eight, with 16, 24 or 32 GiB for fourteen.
+# **Do four bits pay?** As the libraries do it, not on this small model: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *everything combined* takes 37 % less than *LoRA, compiled*, and by their fastest turns 17 % more time on this CPU. The other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, begins lower on the batch, 4.01 in place of 4.12 (whether by embedding or norms was not tried), and ends at 3.17; in 240 steps of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) these 32 bits bring 0 to 5 more right answers of 64, by seed. The table below says when a larger model needs four bits: with 8 GiB for three billion weights, with 12 or 16 GiB for eight, with 16, 24 or 32 GiB for fourteen.
 #
 # On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 and 0.25 s, and 85 MiB more. LoRA saved memory there and no time: all weights with the same recipes took 0.21 s. Compiled, LoRA took 0.13.
 #
@@ -927,7 +927,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # Each loss is of one run of three steps with four texts, on eight held-out ones, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Offloading, the step in backward, states in fewer bits and streaming have no time, because a CPU's would mislead you on a GPU.
 #
-# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*. Bytes are as predicted, to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less. (The equation in closed form is 10 % too low there: it leaves out what attention in fp32 keeps.) Offloading is slow, 3.64×. Beside fp32 states, 8-bit ones take 11 % more time and our 16-bit ones 15 %, and more memory than 8: so take 8. Streaming takes about 15 % more than *QLoRA*.
+# **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*. Bytes are as predicted, to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less. Offloading is slow, 3.64×. Beside fp32 states, 8-bit ones take 11 % more time and our 16-bit ones 15 %, and more memory than 8: so take 8. Streaming takes about 15 % more than *QLoRA*.
 #
 # <!-- numbers:gpu-01 -->
 # ### Notebook 01 on a GPU
@@ -1047,7 +1047,7 @@ for shape in sizes.cards[-2:]:
         print(f"{shape:<14}{name:<27}{fits(few.peak(layers=blocks))}")
 
 # %% [markdown]
-# `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16, and for 14B between 16 and 24; the table has them in 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight of a linear layer in the blocks. The table is not for a T4, which has no bf16. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; how long a text may be says [notebook 04](../notebooks/04_training_long_sequences.ipynb).
+# `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16, and for 14B between 16 and 24; the table has them in 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight of a linear layer in the blocks. The table is not for a T4, which has no bf16. Some cards show less than their name, an L4 or A10G about 22.5 GiB: give `room` what `torch.cuda.get_device_properties(0).total_memory / 2**30` says. A row within half a GiB of it may not fit. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; how long a text may be says [notebook 04](../notebooks/04_training_long_sequences.ipynb).
 #
 # **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #
@@ -1115,13 +1115,15 @@ print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 #
 # ## Take this home
 #
-# QLoRA by the libraries alone, with the embedding in 16 bits. For LoRA in 16 bits, the faster one where it fits, leave out `quantization_config` in both places. The cell after the next one uses nothing else of this page: give `source` and `half`, and your own pairs. It is written for transformers 5.23 and TRL 1.16 (before: `gradient_checkpointing=True`). Its recipes are those of *everything combined* without the compiler. It ran on a CPU; on a GPU it prints its peak. (The loss that it prints is of one-word answers, before any training.) Then the adapters are loaded again, and the first question is asked: after one step, expect no right answer. Rows of `messages` in their place train on the question, too, unless `assistant_only_loss=True`.
+# QLoRA by the libraries alone, with the embedding in 16 bits. For LoRA in 16 bits, the faster one where it fits, leave out `quantization_config` in both places. The cell after the next one uses nothing else of this page: give `source` and `half`, and your own pairs. It is written for transformers 5.23 and TRL 1.16 (before: `gradient_checkpointing=True`). Its recipes are those of *everything combined* without the compiler. Two texts of at most 1,024 tokens are the 2,048 of [the table](#What-fits-your-card). It ran on a CPU; on a GPU it prints its peak. (The loss that it prints is of one-word answers, before any training.) Then the adapters are loaded again, and the first question is asked: after one step, expect no right answer. Rows of `messages` in their place train on the question, too, unless `assistant_only_loss=True`.
 
 # %%
 source = resolve("HuggingFaceTB/SmolLM2-135M-Instruct")  # an id of the hub, or a folder
 half = precision.dtype  # torch.bfloat16; on a T4 torch.float16
 
 # %%
+import gc
+
 import torch
 import trl
 from datasets import Dataset
@@ -1151,11 +1153,12 @@ four_bits = BitsAndBytesConfig(  # recipe 10
     bnb_4bit_use_double_quant=True,
     bnb_4bit_compute_dtype=half,
 )
+one = {"": 0 if torch.cuda.is_available() else "cpu"}  # all on one card, or an error
 model = AutoModelForCausalLM.from_pretrained(
     source,
     quantization_config=four_bits,
     dtype=half,  # the embedding too stays in 16 bits
-    device_map="auto",
+    device_map=one,
 )
 settings = SFTConfig(
     output_dir="runs/take-away",
@@ -1190,11 +1193,13 @@ assert model.get_input_embeddings().weight.dtype == half
 if torch.cuda.is_available():
     print(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 tokenizer = trainer.processing_class
-del trainer, model
+del trainer, model, weight
+gc.collect()  # a trainer refers to itself
+torch.cuda.empty_cache()
 
 # Load them again, and ask.
 again = AutoPeftModelForCausalLM.from_pretrained(
-    settings.output_dir, quantization_config=four_bits, dtype=half, device_map="auto"
+    settings.output_dir, quantization_config=four_bits, dtype=half, device_map=one
 )
 asked = tokenizer.apply_chat_template(
     pairs[0]["prompt"],
