@@ -215,7 +215,8 @@ print(f"right: {targets:.0%} of the tokens carry loss")
 # HALF = torch.bfloat16  # on a T4 torch.float16, and fp16=True below
 #
 # pairs = load_dataset("json", data_files="pairs.jsonl", split="train")
-# # With rows of one source: split by source. A few hundred to test are enough: each is asked twice.
+# # With rows of one source: split by source. `score` asks each test row, one by one, twice:
+# # with many pairs test_size=200 is enough, a number of rows.
 # parts = pairs.train_test_split(test_size=0.1, seed=0)
 #
 # four_bits = BitsAndBytesConfig(
@@ -231,6 +232,7 @@ print(f"right: {targets:.0%} of the tokens carry loss")
 #     warmup_steps=0.1,  # of all steps
 #     num_train_epochs=2,  # times through all pairs
 #     per_device_train_batch_size=4,
+#     per_device_eval_batch_size=4,  # the default is 8, and memory would run out before the save
 #     max_length=1024,  # longer rows are cut, in silence: leave them out before
 #     gradient_checkpointing=False,  # True for 8 billion on 24 GB: each block is computed twice
 #     eval_strategy="epoch",
@@ -263,7 +265,7 @@ print(f"right: {targets:.0%} of the tokens carry loss")
 #     ).to(model.device)
 #     written = model.eval().generate(**asked, max_new_tokens=256, do_sample=False)
 #     answer = written[0, asked["input_ids"].shape[1] :]
-#     return tokenizer.decode(answer, skip_special_tokens=True)
+#     return tokenizer.decode(answer, skip_special_tokens=True).split("</think>")[-1].strip()
 #
 #
 # def score(model):
@@ -698,7 +700,7 @@ climb("everything combined", with_qlora, loss_of=answer_loss)
 # %% [markdown]
 # That is 11 % less than QLoRA, and not half, although half of the tokens carry loss: answers begin at different places, and the weights and the activations of the blocks stay. In TRL it is `SFTConfig(loss_type="nll")`, its default. On a GPU that one drops the tokens without a label, and takes the rest in parts.
 #
-# *Everything combined* is QLoRA with this loss. Now the steps are timed in turns, and each time is that of the fastest turn, with the range of all turns in brackets:
+# *Everything combined* is QLoRA with this loss. Now the steps are timed in turns, and each time is that of the fastest turn, beside the range of the five turns; × divides the fastest by the fastest, and its range is that of the ratios turn by turn:
 
 # %%
 ladder.take_turns(sizes.rounds)
@@ -713,7 +715,7 @@ ladder.chart()
 #
 # ## 5. The run: does the model learn the task?
 #
-# All ways see the same 288 pairs twice, in the same order, with the loss of section 4. The rates are the best of those [below](#Which-rate?-Three-seeds), which 480 pairs chose: 3e-5 of two for all weights, and 3e-4 of three for LoRA, ten times that, as *LoRA Without Regret* (Thinking Machines, 2025) found, too. QLoRA takes LoRA's. (The largest rates ran once through the pairs, and the others twice.) The same sentences chose and judge, so the best rows are a little too good. An examination judges the model that will be served, in 16 bits: adapters are added to the weights first. **Guess first:** which ends best, and which forgets least?
+# All ways see the same 288 pairs twice, in the same order, with the loss of section 4. The rates are the best of those [below](#Which-rate?-Three-seeds), which 480 pairs chose: 3e-5 of two for all weights, and 3e-4 of three for LoRA, ten times that, as *LoRA Without Regret* (Thinking Machines, 2025) found, too. QLoRA takes LoRA's. (The largest rates ran once through the pairs, and the others twice, so rate and steps are not told apart.) The same sentences chose and judge, so the best rows are a little too good. An examination judges the model that will be served, in 16 bits: adapters are added to the weights first. **Guess first:** which ends best, and which forgets least?
 
 # %%
 from recipes_lib.fine_tuning.qlora import merge_qlora
@@ -847,7 +849,7 @@ for name, found in after.items():
 #
 # **What was forgotten.** Full fine-tuning at this small rate predicts source code nearly as well as before, × 1.04. LoRA has × 1.42, and QLoRA × 1.86, of which the rounding alone is × 1.26. A frozen base does not protect what the model knew, for the adapters act on all text. Look at text that the model must keep, and mix such text in: that [cured it](#Which-rate?-Three-seeds).
 #
-# **LoRA or all weights?** Here all weights, if they fit: they learn more from few pairs, and forget least, in as many steps. What LoRA saves is memory, 75 % of the peak, and a fifth of the time of a step. With 480 pairs, four in each of 240 steps, it catches up on the score, and not on what it forgets (below). Biderman et al. found the other order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. So try both, each at a rate of its own.
+# **LoRA or all weights?** Here all weights, if they fit: they learn more from few pairs, and forget least, in as many steps. What LoRA saves is memory, 75 % of the peak, and a fifth of the time of a step. With 480 pairs, four in each of 240 steps, it catches up on the score, and not on what it forgets (below); pairs or steps was not told apart. Biderman et al. found the other order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. So try both, each at a rate of its own.
 #
 # **QLoRA** has 22 points less than LoRA: 33 right, where the rule has 32, and 9 of the answers that only copy are wrong, too. Its base was rounded twice here, so this is not its price on 16-bit weights.
 #
@@ -875,12 +877,12 @@ for name, found in after.items():
 #
 # - *All weights* at 3e-5, twice through the pairs, have 62 or 63 right each time, and keep the source code. At 1e-4, once through, they spread from 58 to 64 and forget more.
 # - *LoRA* at 3e-4 has as many, 61 to 64, and forgets far more. A third of that rate forgets little, and gets fewer right than the rule after 240 steps. At 1e-3, once through, the perplexity is 5 to 10 times as large, and fewer answers are right.
-# - *LoRA, with source code* has a row of 64 tokens of it besides the four pairs of each step, from other modules than those that judge. Then LoRA forgets nothing: the perplexity falls below that of the start. In as many steps it learns less, 36 to 51 right; in twice as many 62 or 63, as without it. LoRA alone, for as long, has 62 to 64 right and × 1.4. The next cell has it in TRL.
+# - *LoRA, with source code* has a row of 64 tokens of it besides the four pairs of each step, whose answers have about 100, from other modules than those that judge. (The loss is a mean over tokens: long rows of text would drown the task.) Then LoRA forgets nothing: the perplexity falls below that of the start. In as many steps it learns less, 36 to 51 right; in twice as many 62 or 63, as without it. LoRA alone, for as long, has 62 to 64 right and × 1.4. The next cell has it in TRL.
 # - *QLoRA* spreads widely, 41 to 56. Embedding and norms in 32 bits, as peft's `prepare_model_for_kbit_training` leaves them, bring 0 to 5 answers.
 #
 # These judge full fine-tuning in 32 bits, and the page in 16.
 #
-# Mixing in TRL: it takes rows of `input_ids` and `labels` as they are, so both kinds can stand in one dataset. Ten steps, at the rate of the script's run above, to see that it works:
+# Mixing in TRL: it takes rows of `input_ids` and `labels` as they are, so both kinds can stand in one dataset. Fourteen steps, one row in four, show that the code runs. What it cures is in the table:
 
 
 # %%
@@ -1071,7 +1073,7 @@ with torch.device("meta"):
 # | rank and alpha | 16 and 32 | few pairs need no more, and the rate matters more; not varied here |
 # | rows in a step | 4 to 32 (3 here, for a CPU) | adapters like large batches less than all weights do (LoRA Without Regret) |
 # | epochs, times through all pairs | 2 or more | stop where the score rises no more |
-# | text of other kinds | one row in five, and twice the steps | LoRA forgot nothing of its kind: section 5 |
+# | text of other kinds | one row in five, with two thirds as many learned tokens as the answers, and twice the steps | LoRA forgot nothing of its kind: section 5 |
 # | packing | sort by length first; pack where lengths differ much | time, and fewer steps in an epoch: section 7 |
 #
 # ## Which card?
@@ -1095,7 +1097,7 @@ for card in ("T4", "RTX 4090", "H100"):
 # | card | train 8 billion |
 # |---|---|
 # | 16 GB, T4 | QLoRA with checkpointing, in fp16, 9.7 GiB |
-# | 24 GB | LoRA on a base in 16 bits, 20.4 GiB: the script with `gradient_checkpointing=True`; for longer rows QLoRA, with it, too: 9.7 GiB, as in the line of the T4 (TRL's loss is in chunks by default). All are bytes of tensors; CUDA takes more |
+# | 24 GB | LoRA on a base in 16 bits, 20.4 GiB: the script with `gradient_checkpointing=True`; or QLoRA without it, one row at a time, 20.2 GiB; for longer rows QLoRA with it: 9.7 GiB, as in the line of the T4 (TRL's loss is in chunks by default). All are bytes of tensors; CUDA takes more |
 # | 80 GB | LoRA, as on 24 GB; all weights only in 16 bits with stochastic rounding (`bf16_adamw`), one row at a time |
 # | 2 × 80 GB, by arithmetic | all weights in fp32, 16 bytes for each: 8 · 16 = 128 GB in two halves ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) |
 #
