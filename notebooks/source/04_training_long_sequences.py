@@ -68,7 +68,7 @@
 # |---|---|
 # | **You will learn** | which recipe your length needs, and to predict the longest text that fits |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
-# | **Minutes to run** | ten to eleven on two CPU cores |
+# | **Minutes to run** | ten to twelve on two CPU cores |
 # | **Minutes to read** | five for the tables of *My card*, 15 up to *What runs out*, which is all you need to act; 35 in all |
 # | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB, for twelve steps of up to 135,015 tokens, which all fitted ([below](#Do-such-predictions-hold-on-a-card?)). No card has run the block above with its weights in fp32, nor the longest texts on 24 GB below, but for 3B with all weights: there a longer one ran |
 #
@@ -407,8 +407,12 @@ apart = beside_plain(curves)
 # `activation_offloading=True` in place of the last line of the configuration copies beside the computation, and takes more memory. Do tiles train the same in TRL?
 
 # %%
+import logging
+
 import transformers
 from datasets import Dataset, disable_progress_bars
+
+logging.disable(logging.WARNING)  # of what TRL imports
 from trl import SFTConfig, SFTTrainer
 
 disable_progress_bars()
@@ -451,6 +455,8 @@ for which, its_losses in in_trl.items():
     print(f"{which:<12}", *(f"{loss:.4f}" for loss in its_losses))
 
 # %% [markdown]
+# In tiles TRL has the same losses, to 0.001.
+#
 # **With Axolotl or Unsloth** tiles of the MLP are a switch, too: `unsloth_tiled_mlp=True` in Unsloth's `from_pretrained` ([its post](https://docs.unsloth.ai/new/500k-context-length-fine-tuning)), and in Axolotl ([its page](https://github.com/axolotl-ai-cloud/axolotl/blob/19e03744e01f1f2be0768e3dd8554fef8674f2f0/docs/gradient_checkpointing.qmd)) these lines. We have run neither.
 #
 # ```yaml
@@ -524,7 +530,7 @@ for which, its_losses in in_trl.items():
 # optimizer.zero_grad()
 # ```
 #
-# **Do these two learn the same?** The lines of both blocks, each beside plain steps from the same start: weights in 16 bits in the model from above, and adapters on SmolLM2. An update of 16-bit weights is rounded at random, so there a third run has other random numbers.
+# **Do these two learn the same?** The lines of both blocks, each beside plain steps from the same start: weights in 16 bits in the model from above, and adapters on SmolLM2. A third run says what rounding alone does: other random numbers, by which an update of 16-bit weights is rounded, and adapters in fp32.
 
 # %%
 from recipes_lib.fine_tuning.qlora import apply_qlora
@@ -578,7 +584,7 @@ for method, (its_ways, build, lr) in on_24_gb.items():
     on_24_gb[method] = beside_plain(curves)
 
 # %% [markdown]
-# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away. It is one seed, two small models, and eight steps on texts of 256 tokens: no long training was compared.
+# With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away, and plain steps with the adapters in fp32 0.012. It is one seed, two small models, and eight steps on texts of 256 tokens: no long training was compared.
 #
 # *QLoRA* has its embedding and norms in bf16 here. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, a short-text run had 0 to 5 more right answers of 64 after 240 steps, with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB 91,400 tokens are left of 161,000 for 8B. So the entries below have bf16; the lines for fp32 are those of `rest_in_fp32`.
 #
@@ -683,17 +689,17 @@ for which, step in recorded("lengths").items():
 
 def least(which, tokens):
     """The first stack that holds so many tokens, its time, and its bytes on the host."""
+    if max(on_24[which]) < tokens:
+        return "–"
     *on_card, offload, tiles = zip(stacks, on_24[which])
     in_order = [*on_card, ("tiles, no offload", without_host[which]), offload, tiles]
-    enough = [name for name, most in in_order if most >= tokens]
-    if not enough:
-        return "–"
+    stack = next(name for name, most in in_order if most >= tokens)
     model = on_meta(which.split(", ")[0])
-    measured = "chunked loss" if enough[0] in dict(on_card) else "five lines"
+    measured = "chunked loss" if stack in dict(on_card) else "five lines"
     operations = step_operations(model, rows=1, length=tokens)
     seconds = operations / reached.get(measured, 1) / CARDS["RTX 4090"].rate
-    answer = f"{enough[0]}, {duration(seconds)}"
-    if enough[0] in ("+ offload", "+ tiles"):
+    answer = f"{stack}, {duration(seconds)}"
+    if stack in ("+ offload", "+ tiles"):
         width = (model.config.num_hidden_layers - 1) * model.config.hidden_size
         answer += f", {2 * width * tokens / 1e9:,.0f} GB"
     return answer
