@@ -401,7 +401,7 @@ apart = beside_plain(curves)
 #     activation_checkpointing=True,
 #     activation_checkpointing_kwargs={"offload": True},
 # )
-# SFTTrainer(model=model, args=config, train_dataset=texts).train()  # weights in fp32, as above
+# SFTTrainer(model=model, args=config, train_dataset=texts).train()  # fp32: about 1B on 24 GB
 # ```
 #
 # `activation_offloading=True` in place of the last line of the configuration copies beside the computation, and takes more memory. Do tiles train the same in TRL?
@@ -455,7 +455,7 @@ for which, its_losses in in_trl.items():
     print(f"{which:<12}", *(f"{loss:.4f}" for loss in its_losses))
 
 # %% [markdown]
-# In tiles TRL has the same losses, to 0.001.
+# In tiles TRL has the same losses, to 0.001: of all weights, without an offload. With `peft_config` it was not tried.
 #
 # **With Axolotl or Unsloth** tiles of the MLP are a switch, too: `unsloth_tiled_mlp=True` in Unsloth's `from_pretrained` ([its post](https://docs.unsloth.ai/new/500k-context-length-fine-tuning)), and in Axolotl ([its page](https://github.com/axolotl-ai-cloud/axolotl/blob/19e03744e01f1f2be0768e3dd8554fef8674f2f0/docs/gradient_checkpointing.qmd)) these lines. We have run neither.
 #
@@ -490,7 +490,7 @@ for which, its_losses in in_trl.items():
 # - *QLoRA*: adapters train, on a frozen base of 4 bits ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)).
 #
 # ```python
-# # All weights, with the imports of the block at the top
+# # All weights, with the imports, `name` and `ids` of the block at the top; cut `ids` at your length
 # from functools import partial
 # from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 # from recipes_lib.precision.pure_bf16 import bf16_adamw
@@ -510,7 +510,7 @@ for which, its_losses in in_trl.items():
 # ```
 #
 # ```python
-# # QLoRA, with the imports of the block at the top
+# # QLoRA, with the imports, `name` and `ids` of the block at the top; cut `ids` at your length
 # from recipes_lib.fine_tuning.qlora import apply_qlora
 # from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 #
@@ -674,7 +674,7 @@ if shares:
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
-# **What do 16K to 128K take on 24 GB?** In each field the least that fits, the time of a step, and what waits on the host. Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where there are tiles or an offload, else with a chunked loss. (The slowest with the five lines was that of 3B, 15 s. By the step of 8B, 91 s, the long ones would take three quarters of it.)
+# **What do 16K to 128K take on 24 GB?** In each field the first that fits, in the order checkpoints, chunked loss, tiles without an offload, offload, all five lines; the time of a step; and what waits on the host. (Where the host has room, an offload before tiles is likely faster.) Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where there are tiles or an offload, else with a chunked loss. (The slowest with the five lines was that of 3B, 15 s. By the step of 8B, 91 s, the long ones would take three quarters of it.)
 
 # %%
 # Of the rate in the data sheet, the slowest step with this stack. Short ones had not warmed up.
@@ -768,7 +768,7 @@ for which, (shape, way, tokens) in tried.items():
 #
 # - Nothing else may use the card: take off what `nvidia-smi` shows before the start. An L4 or A10G shows less than the 23.15 GiB that an RTX 4090 leaves for tensors: compare `torch.cuda.mem_get_info()`, and ask the doctor with your card.
 # - These models know 131,072 positions. What is longer is about memory only.
-# - It counts tensors, and leaves 5 % of the card for holes between them. That was enough in the seven steps on an H100 that filled the rest; an eighth went into it, to 22.87 of 23.15 GiB, and fitted, too. Your program needs `PYTORCH_ALLOC_CONF=expandable_segments:True` in its environment for that; in this notebook `machine()` sets it.
+# - It counts tensors, and leaves 5 % of the card for holes between them; up to 0.4 % too much comes out of these 5 %. That was enough in the seven steps on an H100 that filled the rest; an eighth went into it, to 22.87 of 23.15 GiB, and fitted, too. Your program needs `PYTORCH_ALLOC_CONF=expandable_segments:True` in its environment for that; in this notebook `machine()` sets it.
 # - It knows PyTorch's kernels. Buffers of a library come on top, and what others measured with kernels of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
 # - The host has a limit, too. In the second table it is the last number of a field, with inputs in 16 bits; in fp32 they take twice that.
@@ -780,7 +780,7 @@ for which, (shape, way, tokens) in tried.items():
 # from recipes_lib.attention.flash import apply_flash_attention
 # from recipes_lib.fine_tuning.qlora import apply_qlora, quantize_nf4
 #
-# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16).train()  # on the host
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16).train()  # on the host: 16 GB for 8B
 # quantize_nf4(model, compute_dtype=torch.float16, device="cuda")
 # model = apply_qlora(apply_flash_attention(model.to("cuda")))  # packed already: adds adapters
 # scaler = torch.amp.GradScaler()
@@ -795,7 +795,7 @@ for which, (shape, way, tokens) in tried.items():
 # | the doctor says that it fits *as it is* | nothing | nothing |
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
-# | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` (with the block at the top, in fp32, take tiles first) | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
+# | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` (with the block at the top, in fp32, take tiles first); where the host has no room, tiles without it | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
 # | the last | all five lines | 1.2 times the plain step, on two CPU cores at 2,048 tokens; Unsloth reports 1.3 times for its tiles on a GPU |
 # | longer than the second, and the host has no room, as on a free Colab | the five lines without `offload_activations`, up to the first length of *24 GB, no offload*; up to its second `apply_nested_checkpointing(model, group=best_group(blocks))` of `recipes_lib.memory.nested_checkpointing` in place of the third call | one more forward; nested, nearly two |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
