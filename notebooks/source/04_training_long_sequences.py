@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **Llama 3.1 8B with QLoRA in 24 GB: a step on 135,015 tokens ran**, in 91 s on an H100 held to that memory, with [five lines of code](#My-card,-my-model,-my-length:-what-do-I-do?). By arithmetic up to 161,072 fit with embedding and norms in bf16, 64,614 with all that transformers and TRL have switches for, and 9,523 with checkpoints alone.
+# > **Llama 3.1 8B with QLoRA in 24 GB: a step on 135,015 tokens ran**, in 91 s on an H100 held to that memory, with five lines of code. By arithmetic up to 161,072 fit with embedding and norms in bf16, 64,614 with all that transformers and TRL have switches for, and 9,523 with checkpoints alone.
 # >
 # > **On two CPU cores: 1,589 → 92,346 tokens**, the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). It is about memory: the model knows 8,192 positions. That is **1.7 times as long** as with all the switches. In the place of TRL's loss and transformers' offload ours ran, because the latter needs a GPU.
 # >
