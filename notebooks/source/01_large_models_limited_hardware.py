@@ -35,7 +35,7 @@
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model, SmolLM2-135M, in many ways, predicts the memory of each way, measures it, and compares gradients, weights or losses with those of the plain step: most recipes leave the training as it is, and the prints say which do not.
 #
-# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: ten to run on two CPU cores, about forty-five to read. A GPU gets larger sizes: [an H100's rows](#Notebook-01-on-a-GPU).
+# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: ten to eleven to run on two CPU cores, about forty-five to read. A GPU gets larger sizes: [an H100's rows](#Notebook-01-on-a-GPU).
 #
 # **In a hurry?** See [what fits your card](#What-fits-your-card), [which recipe when](#Which-recipe-when), and [lines to copy](#Take-this-home).
 #
