@@ -26,7 +26,7 @@
 # > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.72× (0.72–0.75) | -92%, 1.00× |
 # > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.61× (0.60–0.61) | |
 # >
-# > On the H100 the plain step took 0.33 s, and each time is the median of three steps. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
+# > On the H100 the plain step took 0.33 s; the times beside it are medians of three steps. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->

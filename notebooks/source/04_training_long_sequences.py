@@ -387,7 +387,7 @@ apart = beside_plain(curves)
 #
 # To accumulate, hand the loop several texts. As a program, which can resume, for all weights or adapters: [`python scripts/train_long_sequences.py`](../scripts/train_long_sequences.py).
 #
-# **With TRL** (1.16) all but the tiles is a configuration, and the tiles are one call before. The loss is in chunks by default, since 1.7. (The line with `offload` needs a GPU, and was not run here; the rest runs in the next cell.)
+# **With TRL** (1.16) all but the tiles is a configuration, and the tiles are one call before. The loss is in chunks by default, since 1.7. (The line with `offload` needs a GPU, and was not run here; the next cell runs the others, on short texts.)
 #
 # ```python
 # from trl import SFTConfig, SFTTrainer

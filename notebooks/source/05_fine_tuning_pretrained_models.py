@@ -24,7 +24,7 @@
 # > | LoRA | 3e-04 | 192 | 47 (39–53) | 19 | × 1.42 | 531 | 0.78× (0.74–0.89) |
 # > | QLoRA | 3e-04 | 192 | 33 (25–41) | 10 | × 1.86 | 381 | 0.90× (0.85–0.92) |
 # >
-# > LoRA takes 75% less peak memory than full fine-tuning with fp32 weights and bf16 autocast. Peaks and times are of the plain loss, on CPU cores; the runs took the loss of section 4, which needs less. With 480 pairs and three seeds full fine-tuning has 63, 63, 62 right, LoRA 63, 61, 64, and LoRA 62, 62, 63 with source code mixed in and twice the steps: then it forgets none of it (section 5).
+# > LoRA takes 75% less peak memory than full fine-tuning with fp32 weights and bf16 autocast. Peaks and times are of the plain loss, on CPU cores; the runs took the loss of section 4, which needs less. With 480 pairs and 3 seeds full fine-tuning has 63, 63, 62 right, LoRA 63, 61, 64, and LoRA 62, 62, 63 with source code mixed in and twice the steps; what that does to the perplexity is in section 5.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
