@@ -2,14 +2,17 @@
 
     python scripts/train_large_model.py                     # SmolLM2 on this machine, 40 steps
     python scripts/train_large_model.py --model meta-llama/Llama-3.1-8B --rows 2 --length 1024
-    python scripts/train_large_model.py --data mine.jsonl --streamed host    # 8B on a few GiB
+    python scripts/train_large_model.py --model meta-llama/Llama-3.1-8B --data mine.jsonl \
+        --streamed host
 
 The first line reaches a held-out loss of 2.86 from 4.10, with 256 MiB of tensors at the peak (two
-CPU cores, one run).
+CPU cores, one run). The last one is for a card that cannot hold the packed blocks: two of them are
+there at a time. They are packed on the host first, which takes minutes.
 
 Everything is in `main`, from top to bottom. Each recipe is one line: leave out what you do not
-need. The same command once more goes on from the last checkpoint, and changes nothing after the
-last step.
+need. Blocks are not compiled here, as they are in the best row of notebook 01: its rows have one
+length, and rows of pairs have many. The same command once more goes on from the last checkpoint,
+and changes nothing after the last step.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from recipes_lib.core.data.row_order import rows_of_step
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
-from recipes_lib.fine_tuning.qlora import apply_qlora
+from recipes_lib.fine_tuning.qlora import apply_qlora, quantize_nf4
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 from recipes_lib.memory.layer_streaming import apply_layer_streaming
@@ -43,13 +46,13 @@ class Settings:
     output: Path = Path("runs/large-model")  # the adapters, and the checkpoint while it runs
     rows: int = 8  # of a step
     length: int = 128  # tokens of a row at most
-    steps: int = 40
+    steps: int = 40  # of the optimizer, a batch of `rows` each
     learning_rate: float = 5e-4  # of adapters: about ten times that of full fine-tuning
-    rank: int = 16
+    rank: int = 16  # of adapters, whose memory grows with it
     streamed: str = ""  # "host" or "disk": weights wait there (layer streaming)
     held_out: int = 64  # pairs that are not trained on
     save_every: int = 20  # steps
-    seed: int = 0
+    seed: int = 0  # of the adapters' first weights and of the order of rows
 
 
 def main(settings: Settings) -> None:
@@ -64,15 +67,19 @@ def main(settings: Settings) -> None:
     held_out, pairs = pairs[: settings.held_out], pairs[settings.held_out :]
     padding = tokenizer.pad_token_id
 
-    # The model: a frozen base in 4 bits, and adapters that train.
+    # The model: a frozen base in 4 bits, and adapters that train. In 16 bits it is too large for
+    # the card, so the host reads it, and its layers move one after the other, when they are packed.
     precision = mixed_precision()  # bf16 where the hardware has it, fp16 on a T4, fp32 else
-    model = load_model(settings.model, dtype=precision.dtype)
-    model = apply_qlora(model, rank=settings.rank, alpha=2 * settings.rank)
-    apply_chunked_cross_entropy(model)  # no table of all logits
-    if settings.streamed:
-        apply_layer_streaming(model, to=settings.streamed)  # has checkpoints of its own
+    model = load_model(settings.model, dtype=precision.dtype, device="cpu")
+    # Streamed layers are packed on the host: the card might not hold all of them in 4 bits either.
+    home = "cpu" if settings.streamed else machine().device
+    model = quantize_nf4(model, compute_dtype=precision.dtype, device=home).to(home)
+    model = apply_qlora(model, rank=settings.rank, alpha=2 * settings.rank)  # finds the 4 bits
+    if settings.streamed:  # has checkpoints of its own; its check would compute all on the host
+        apply_layer_streaming(model, to=settings.streamed, device=machine().device, check=False)
     else:
         apply_activation_checkpointing(model)  # activations of one block at a time
+    apply_chunked_cross_entropy(model)  # no table of all logits
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=settings.learning_rate, fused=True)

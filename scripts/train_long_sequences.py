@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import HfArgumentParser, get_constant_schedule_with_warmup
+from transformers import HfArgumentParser, PreTrainedModel, get_constant_schedule_with_warmup
 
 from recipes_lib.architecture.rope import apply_rope_scaling
 from recipes_lib.attention.flash import apply_flash_attention
@@ -30,7 +30,7 @@ from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.fine_tuning.lora import apply_lora
-from recipes_lib.fine_tuning.qlora import apply_qlora
+from recipes_lib.fine_tuning.qlora import apply_qlora, quantize_nf4
 from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 from recipes_lib.memory.activation_offload import offload_activations
 from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
@@ -48,13 +48,13 @@ class Settings:
     model: str = "smollm2"  # or a hub id, or a folder
     method: Literal["all", "lora", "qlora"] = "all"  # weights, in fp32; or adapters on 16 or 4 bits
     text: str = ""  # a file of plain text; by default Python's own sources
-    output: Path = Path("runs/long-sequences")
+    output: Path = Path("runs/long-sequences")  # the model or adapters, and the checkpoint
     length: int = 4096  # tokens of a step
     inputs: str = ""  # of the blocks wait on the "host" of a GPU, on "disk", or where they are
-    steps: int = 6
+    steps: int = 6  # of the optimizer, each on `length` new tokens
     learning_rate: float = 2e-5  # of adapters about ten times that
     save_every: int = 3  # steps
-    seed: int = 0
+    seed: int = 0  # of the adapters' first weights
 
 
 def main(settings: Settings) -> None:
@@ -74,7 +74,7 @@ def main(settings: Settings) -> None:
     # The model, and what makes room for the tokens.
     precision = mixed_precision()
     dtype = torch.float32 if settings.method == "all" else precision.dtype
-    model = load_model(settings.model, dtype=dtype)
+    model = base_model(settings, dtype)
     positions = model.config.max_position_embeddings
     if settings.length > positions:  # beyond them nothing else raises an error
         apply_rope_scaling(model, kind="yarn", factor=settings.length / positions)
@@ -123,6 +123,15 @@ def main(settings: Settings) -> None:
     print(f"peak of tensors: {memory.peak / 2**20:,.0f} MiB")
     print(f"held-out loss after:  {held_out_loss():.3f}")
     model.save_pretrained(settings.output)
+
+
+def base_model(settings: Settings, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without adapters. In 16 bits the card might not hold it: packed, layer by layer."""
+    if settings.method != "qlora":
+        return load_model(settings.model, dtype=dtype)
+    model = load_model(settings.model, dtype=dtype, device="cpu")
+    model = quantize_nf4(model, compute_dtype=dtype, device=machine().device)
+    return model.to(machine().device)  # what is not packed: the embedding and the norms
 
 
 if __name__ == "__main__":

@@ -16,15 +16,16 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **One QLoRA step of SmolLM2-135M: 401 MiB as peft prepares it, and with everything combined 252 MiB: -37% memory of tensors, in 0.84× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
+# > **One QLoRA step of SmolLM2-135M: 401 MiB as peft prepares it, and with everything combined 252 MiB: -37% memory of tensors, in 0.86× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
 # >
 # > | what trains | recipes | peak, MiB | memory | time | H100, shape of Llama 3.2 1B |
 # > |---|---|--:|--:|--:|--:|
-# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.49× (0.48–0.50) | -50%, 0.34× |
-# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.82× (0.82–0.83) | -82%, 0.56× |
-# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.52× (0.52–0.57) | -93%, 0.39× |
-# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.72× (0.72–0.75) | -92%, 1.00× |
-# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.61× (0.60–0.61) | |
+# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.57× (0.57–0.60) | -50%, 0.34× |
+# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.93× (0.93–0.95) | -82%, 0.56× |
+# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.63× (0.62–0.64) | -93%, 0.39× |
+# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.75× (0.75–0.94) | -92%, 1.00× |
+# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.64× (0.64–0.68) | |
+# > | *often promised for all together* | | | -70% | 0.20× | |
 # >
 # > On the H100 the plain step took 0.33 s; the times beside it are medians of three steps. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
@@ -35,7 +36,7 @@
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model, SmolLM2-135M, in many ways, predicts the memory of each way, measures it, and compares gradients, weights or losses with those of the plain step: most recipes leave the training as it is, and the prints say which do not.
 #
-# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: ten to eleven to run on two CPU cores, about forty-five to read. A GPU gets larger sizes: [an H100's rows](#Notebook-01-on-a-GPU).
+# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: nine to eleven to run on two CPU cores, about forty-five to read. **Hardware that has run this**: two CPU cores; an H100 the rows up to *Everything combined*, in larger sizes ([they are here](#Notebook-01-on-a-GPU)), and nothing after them.
 #
 # **In a hurry?** See [what fits your card](#What-fits-your-card), [which recipe when](#Which-recipe-when), and [lines to copy](#Take-this-home).
 #
@@ -563,7 +564,7 @@ ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits)
 # %% [markdown]
 # **The answer.** Yes: 3,452 → 3,047 MiB. What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block.
 #
-# **In your code.** `block.compile()` for each block, before checkpointing (not `torch_compile=True` of the Trainer, which compiles the whole model; ours ran in our own loop). The first step takes longer, and so does the first one of each further shape of a batch.
+# **In your code.** `block.compile()` for each block, before checkpointing (not `torch_compile=True` of the Trainer, which compiles the whole model; ours also leaves generation as it was, and ran in our own loop). The first step takes longer, and so does the first one of each further shape of a batch.
 #
 # ### The rows take turns on the clock
 #
@@ -701,7 +702,7 @@ for name, optimizer_of in fewer_bits.items():
 #
 # ### 8. Optimizer states in host memory
 #
-# A GPU's states can wait in host memory, where the update runs, too ([`offload_optimizer`](../recipes_lib/memory/optimizer_offload.py)). A CPU has nowhere to move them to, so there is no row. **In your code**: `optim="paged_adamw_8bit"` lets CUDA move 8-bit states to the host when the card is full.
+# A GPU's states can wait in host memory, where the update runs, too ([`offload_optimizer`](../recipes_lib/memory/optimizer_offload.py)). A CPU has nowhere to move them to, so there is no row. For all weights of 8B on 24 GB it is the line of the doctor [below](#Out-of-memory-doctor): 16.9 GiB on the card, and 136.2 on the host. **In your code**: `optim="paged_adamw_8bit"` lets CUDA move 8-bit states to the host when the card is full.
 #
 # ### 9. LoRA
 #
@@ -831,7 +832,7 @@ ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"}, **if_o
 # %% [markdown]
 # **The answer.** By nearly all: 401 → 350 MiB. What stays of the weights is the embedding and the adapters: at the peak, in the loss, hardly any block is needed.
 #
-# **In your code.** We know of no switch for a frozen base in four bits; for weights in 16 bits there is DeepSpeed's ZeRO-3 with `offload_param`. Take many tokens per step: each weight travels from the host to the card twice.
+# **In your code.** We know of no switch for a frozen base in four bits; for weights in 16 bits there is DeepSpeed's ZeRO-3 with `offload_param`. Take many tokens per step: each weight travels from the host to the card twice. A model that the card cannot hold in four bits either is packed on the host, and goes from there with `apply_layer_streaming(model, device="cuda", check=False)`; no GPU has run that. For 8B on a card of 4 GB [Soup](https://github.com/MakazhanAlpamys/Soup) has published 3.3 GB and 120 tokens a second.
 #
 # ## Everything combined
 #
@@ -848,7 +849,8 @@ ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"}, **if_o
 fast_row = "16 bits, compiled, chunked loss"
 whole_row = "8-bit AdamW in backward, compiled"
 
-# Blocks are compiled before checkpointing, which stays outside.
+# Blocks are compiled before checkpointing, which stays outside. With adapters the
+# library's checkpoints keep one input more than these.
 checkpointed = partial(apply_activation_checkpointing, check=False)
 lean = (compiled, checkpointed, chunked_loss)
 in_8_bits = partial(
@@ -917,9 +919,9 @@ for name in ("QLoRA", "LoRA, compiled"):
     print(f"everything combined beside {name}: {change:+.0%} memory, {ratio:.2f}× time")
 
 # %% [markdown]
-# All weights, with room: *16 bits, compiled, chunked loss*, in half the time. All weights, with little room: *8-bit AdamW in backward, compiled*. Adapters: *LoRA, compiled*; where that does not fit, *everything combined*.
+# All weights, with room: *16 bits, compiled, chunked loss*, in less than 0.6 of the time. All weights, with little room: *8-bit AdamW in backward, compiled*. Adapters: *LoRA, compiled*; where that does not fit, *everything combined*.
 #
-# **Do four bits pay?** As the libraries do it, not on this small model: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *everything combined* takes 37 % less than *LoRA, compiled*, and by their fastest turns 17 % more time on this CPU. The other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, begins lower on the batch, 4.01 in place of 4.12 (whether by embedding or norms was not tried), and ends at 3.17; in 240 steps of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) these 32 bits bring 0 to 5 more right answers of 64, by seed. The table below says when a larger model needs four bits: with 8 GiB for three billion weights, with 12 or 16 GiB for eight, with 16, 24 or 32 GiB for fourteen.
+# **Do four bits pay?** As the libraries do it, not on this small model: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *everything combined* takes 37 % less than *LoRA, compiled*, and by their fastest turns 3 % more time on this CPU, which is less than two turns of one row differ. The other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, begins lower on the batch, 4.01 in place of 4.12 (whether by embedding or norms was not tried), and ends at 3.17; in 240 steps of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) these 32 bits bring 0 to 5 more right answers of 64, by seed. The table below says when a larger model needs four bits: with 4 GiB for one billion weights, with 6 or 8 GiB for three, with 12 or 16 for eight, with 16, 24 or 32 for fourteen.
 #
 # On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 and 0.25 s, and 85 MiB more. LoRA saved memory there and no time: all weights with the same recipes took 0.21 s. Compiled, LoRA took 0.13.
 #
@@ -973,7 +975,7 @@ from dataclasses import replace
 from recipes_lib.core.predict import equation
 
 GIB = 2**30
-MEMORY = (8, 12, 16, 24, 32, 48, 80)  # GiB, of cards
+MEMORY = (4, 6, 8, 12, 16, 24, 32, 48, 80)  # GiB, of cards
 
 
 def room(card):
@@ -983,7 +985,7 @@ def room(card):
 
 def fits(peak):
     """The peak, and the smallest card that has room for it."""
-    cards = [f"fits {card:>2} GiB" for card in MEMORY if peak <= room(card)]
+    cards = [f"fits {card} GiB" for card in MEMORY if peak <= room(card)]
     smallest = cards[0] if cards else f"more than {MEMORY[-1]} GiB"
     return f"{peak / GIB:>6.1f} GiB, {smallest}"
 

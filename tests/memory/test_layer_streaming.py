@@ -6,9 +6,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.core.measure import PeakMemory
 from recipes_lib.core.model import model_of_shape
+from recipes_lib.core.model.causal_lm import decoder_blocks
 from recipes_lib.core.model.mixins import take_out
 from recipes_lib.fine_tuning.lora import apply_lora
-from recipes_lib.fine_tuning.qlora import apply_qlora
+from recipes_lib.fine_tuning.qlora import apply_qlora, quantized_layers
 from recipes_lib.memory.activation_checkpointing import (
     Checkpointed,
     apply_activation_checkpointing,
@@ -18,7 +19,7 @@ from recipes_lib.memory.layer_streaming import (
     apply_layer_streaming,
     streamed_by_hand,
 )
-from tests.conftest import assert_equal, assert_same_gradients, gradients, run
+from tests.conftest import assert_equal, assert_same_gradients, distance, gradients, run
 from tests.small_models import train_a_little
 
 IDS = torch.arange(24).reshape(2, 12) % 96 + 3
@@ -29,6 +30,18 @@ def adapted(shape="tiny-llama", adapt=apply_lora, dtype=torch.float32, **options
     torch.manual_seed(0)
     model = adapt(model_of_shape(shape, dtype=dtype, device="cpu"), rank=4, **options)
     return train_a_little(model, std=0.1)  # zeros would hide the gradients of A
+
+
+def llama(*, hidden, inside, blocks):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=inside,
+        num_hidden_layers=blocks,
+        num_attention_heads=4,
+        vocab_size=99,
+    )
+    return LlamaForCausalLM(config)
 
 
 @pytest.mark.parametrize(
@@ -70,15 +83,7 @@ def test_the_weights_of_two_blocks_are_there_at_a_time():
 
     So it is in a checkpoint around the 4-bit products of bitsandbytes.
     """
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        vocab_size=99,
-    )
-    base = LlamaForCausalLM(config)
+    base = llama(hidden=256, inside=1024, blocks=8)
     peaks = []
     for apply in (apply_activation_checkpointing, lambda m: apply_layer_streaming(m, to="disk")):
         model = apply(apply_qlora(copy.deepcopy(base), rank=4))
@@ -89,6 +94,31 @@ def test_the_weights_of_two_blocks_are_there_at_a_time():
         del model
     block = (4 * 256**2 + 3 * 256 * 1024) // 2
     assert peaks[0] - peaks[1] > 5 * block  # of eight blocks two are there, and some scales
+
+
+def test_a_weight_above_170_mib_comes_back_whole():
+    """A part of a large weight stays away: a public implementation was wrong above 170 MiB."""
+    base = llama(hidden=512, inside=92_000, blocks=1)
+    assert base.model.layers[0].mlp.down_proj.weight.nbytes > 170 * 2**20
+    model = train_a_little(apply_lora(base, rank=4, check=False), std=0.1)
+    expected = run(model, BATCH)
+    apply_layer_streaming(model, to="disk", check=False)
+    assert_equal(run(model, BATCH), expected)
+
+
+@pytest.mark.parametrize("adapt", [apply_lora, apply_qlora])
+def test_a_model_on_the_host_streams_to_another_device(adapt):
+    """The table of angles or the scales of 4-bit weights stay on the host; "meta" is the card."""
+    model = adapt(llama(hidden=256, inside=512, blocks=2), rank=4)
+    with pytest.raises(ValueError, match="check=False"):
+        apply_layer_streaming(model, to="disk", device="meta")
+    apply_layer_streaming(model, to="disk", device="meta", check=False)
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    for layer in quantized_layers(model).values():
+        scales = layer.weight.quant_state
+        assert scales.absmax.is_meta and scales.state2.absmax.is_meta
+    take_out(model, Streamed)  # the weights come back
+    assert all(weight.is_meta and weight.numel() for weight in model.parameters())
 
 
 def test_generation_works_without_gradients():
@@ -142,3 +172,19 @@ def test_from_host_memory_on_a_gpu():
     apply_layer_streaming(model)
     for _ in range(3):
         assert_same_gradients(run(model, batch), expected, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_model_in_host_memory_is_never_on_the_gpu_at_once():
+    """It is there for a moment, and a card that is smaller than the packed weights is full."""
+    model = adapted("smollm2-135m", apply_qlora, compute_dtype=torch.float32)
+    expected = run(model, BATCH)
+    blocks = sum(weight.nbytes for weight in decoder_blocks(model).parameters())
+    with PeakMemory() as memory:
+        apply_layer_streaming(model, device="cuda", check=False)
+    stays = sum(weight.nbytes for weight in model.parameters() if not weight.is_meta)
+    assert memory.peak < stays + blocks / 4
+    batch = {name: value.cuda() for name, value in BATCH.items()}
+    got = {name: value.cpu() for name, value in run(model, batch).items()}
+    for name, value in expected.items():
+        assert distance(got[name], value) < 0.05, name

@@ -10,6 +10,7 @@ from recipes_lib.workflows.out_of_memory_doctor.longest_texts import (
     NESTED,
     longest_text,
     share_of_memory,
+    what_fills,
 )
 
 
@@ -23,6 +24,18 @@ def test_the_step_itself_fills_the_card_at_the_longest_text(stack):
     longest = longest_text(model, **step)
     assert longest > longest_text(model, card="RTX 4090", stack=(*CHECKPOINTS, "QLoRA"))
     assert share_of_memory(model, longest, **step) == pytest.approx(1, abs=0.03)
+
+
+def test_what_fills_the_card_changes_with_the_recipes():
+    """The mistakes: the parts of another moment than the peak, or of another stack."""
+    model = model_of_shape("smollm2-135m", dtype=torch.bfloat16, device="meta")
+    largest = {}
+    for stack in ((), CHECKPOINTS, FIVE_LINES):
+        on_card = {"card": "RTX 4090", "stack": (*stack, "QLoRA")}
+        parts = what_fills(model, longest_text(model, **on_card), **on_card)
+        assert sum(parts.values()) == pytest.approx(1)
+        largest[stack] = next(iter(parts))
+    assert largest == {(): "activations", CHECKPOINTS: "loss", FIVE_LINES: "one block"}
 
 
 def test_no_text_fits_where_the_weights_are_too_much():

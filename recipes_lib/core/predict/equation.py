@@ -77,14 +77,20 @@ class StepBytes:
     one_block: int  # what backward makes again, with checkpointing
     sizes: Sizes
 
-    def moments(self) -> dict[str, int]:
-        """The equation's bytes at each moment that can be the peak."""
-        always = self.weights + self.states
+    def parts(self) -> dict[str, dict[str, int]]:
+        """What is there at each moment that can be the peak."""
+        always = {"weights": self.weights, "states": self.states}
+        waits = always | {"activations": self.activations}
+        gradients = {"gradients": self.gradients, "embedding copies": self.embedding_copies}
         return {
-            "backward begins": always + self.activations + self.loss,
-            "a block is computed again": always + self.activations + self.one_block,
-            "the last gradient arrives": always + self.gradients + self.embedding_copies,
+            "backward begins": waits | {"loss": self.loss},
+            "a block is computed again": waits | {"one block": self.one_block},
+            "the last gradient arrives": always | gradients,
         }
+
+    def moments(self) -> dict[str, int]:
+        """The equation's bytes at each of these moments."""
+        return {moment: sum(parts.values()) for moment, parts in self.parts().items()}
 
     @property
     def peak(self) -> int:

@@ -42,6 +42,14 @@ def longest_text(model: Any, *, card: str, stack: Stack) -> int:
     )
 
 
+def what_fills(model: Any, tokens: int, *, card: str, stack: Stack) -> dict[str, float]:
+    """The parts of the peak by arithmetic, as shares of it, the largest first."""
+    terms = Remedies(_question(model, card, SHORTEST)).terms(stack, tokens)
+    moments = terms.moments()
+    parts = terms.parts()[max(moments, key=moments.get)]
+    return {name: parts[name] / terms.peak for name in sorted(parts, key=parts.get, reverse=True)}
+
+
 def share_of_memory(model: Any, tokens: int, *, card: str, stack: Stack) -> float:
     """The peak of the step itself on tensors without data, over what the card has for tensors."""
     # It imports every recipe.

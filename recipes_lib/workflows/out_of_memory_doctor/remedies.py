@@ -243,6 +243,10 @@ class Remedies:
 
     def peak(self, stack: Stack, length: int) -> int:
         """Bytes at the peak of the step with a remedy on one GPU, by arithmetic."""
+        return self.terms(stack, length).peak
+
+    def terms(self, stack: Stack, length: int) -> equation.StepBytes:
+        """The terms of that step."""
         in_parts = "micro-batches of 1" in stack
         adapters = bool(set(ADAPTERS).intersection(stack))
         step = self._plain(1 if in_parts else self.question.own_rows, length, adapters)
@@ -261,7 +265,7 @@ class Remedies:
         if in_parts and "optimizer offload" not in stack:
             # Gradients are there all the time.
             step = replace(step, weights=step.weights + step.gradients, gradients=0)
-        return step.peak
+        return step
 
     def _plain_step(self, rows: int, length: int, adapters: bool) -> equation.StepBytes:
         """The step without remedies; under adapters the base is as it would be loaded for them."""
