@@ -31,6 +31,8 @@
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
 #
+# The step on 135,015 tokens had random weights, and 31 inputs × 135,015 × 4,096 × 2 bytes = 34 GB on the host. An RTX 4090 takes minutes for such a step: 12 for 131,072 tokens, [by arithmetic](#My-card,-my-model,-my-length:-what-do-I-do?).
+#
 # **The five lines**, for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. They are the three calls and the two `with`. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.) Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion (Llama 3.2 1B: [50,500 tokens](#My-card,-my-model,-my-length:-what-do-I-do?), by dry steps); for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
 #
 # ```python
@@ -45,7 +47,7 @@
 # name = "meta-llama/Llama-3.2-1B"  # or a folder
 # text = open("long.txt").read()
 # ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids  # [1, S]
-# ids = ids[:, :50_000].cuda()
+# ids = ids[:, :50_000].cuda()  # fills an empty RTX 4090; each GiB less takes 14,000 tokens
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda()
 # model.train()  # without it no chunks, and no checkpoints
 # optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
@@ -70,7 +72,7 @@
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | nine to eleven on two CPU cores |
 # | **Minutes to read** | five for the tables of *My card*, 15 up to *What runs out*, which is all you need to act; 35 in all |
-# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB, for twelve steps of up to 135,015 tokens, which all fitted ([below](#Do-such-predictions-hold-on-a-card?)). No card has run the block above with its weights in fp32, nor the longest texts on 24 GB below, but for 3B with all weights: there a longer one ran |
+# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB, for twelve steps of up to 135,015 tokens, which all fitted ([below](#Do-such-predictions-hold-on-a-card?)). No card has run the block above with its weights in fp32, nor that of *QLoRA* as printed (those steps had `model.activation_checkpointing_enable()`), nor the longest texts on 24 GB below, but for 3B with all weights: there a longer one ran |
 #
 # ## Setup
 #
@@ -391,9 +393,13 @@ apart = beside_plain(curves)
 # **With TRL** (1.16) all but the tiles is a configuration, and the tiles are one call before. The loss is in chunks by default, since 1.7. (The line with `offload` needs a GPU, and was not run here; the next cell runs the others, on short texts.)
 #
 # ```python
+# import torch
+# from transformers import AutoModelForCausalLM
 # from trl import SFTConfig, SFTTrainer
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
+# # Without a dtype the weights have that of the file, bf16, which rounds small updates away.
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
 # apply_tiled_mlp(model, norms=True)
 # config = SFTConfig(
 #     max_length=32_768,  # longer texts are cut here
@@ -402,7 +408,7 @@ apart = beside_plain(curves)
 #     activation_checkpointing=True,
 #     activation_checkpointing_kwargs={"offload": True},
 # )
-# SFTTrainer(model=model, args=config, train_dataset=texts).train()  # fp32: about 1B on 24 GB
+# SFTTrainer(model=model, args=config, train_dataset=texts).train()  # in fp32 up to about 1B on 24 GB
 # ```
 #
 # `activation_offloading=True` in place of the last line of the configuration copies beside the computation, and takes more memory. *QLoRA*: load `model` with `quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)`, and give the trainer `peft_config=LoraConfig(r=16, target_modules="all-linear")`. Do tiles train the same in TRL?
@@ -475,7 +481,7 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
     in_trl[which] = max(abs(a - b) for a, b in zip(*pair))
 
 # %% [markdown]
-# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base.
+# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. No length below is of TRL's *QLoRA*.
 #
 # **With Axolotl or Unsloth** tiles of the MLP are a switch, too: `unsloth_tiled_mlp=True` in Unsloth's `from_pretrained` ([its post](https://docs.unsloth.ai/new/500k-context-length-fine-tuning)), and in Axolotl ([its page](https://github.com/axolotl-ai-cloud/axolotl/blob/19e03744e01f1f2be0768e3dd8554fef8674f2f0/docs/gradient_checkpointing.qmd)) these lines. We have run neither.
 #
@@ -549,6 +555,8 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 # optimizer.step()
 # optimizer.zero_grad()
 # ```
+#
+# The last block has 16 bits on the card before it packs them, 16 GB for 8B: more than about 11B are packed on the host, as [on a T4](#My-card,-my-model,-my-length:-what-do-I-do?). To save and to go on after a cut, take [the script](../scripts/train_long_sequences.py).
 #
 # **Do these two learn the same?** The lines of both blocks, each beside plain steps from the same start: weights in 16 bits in the model from above, and adapters on SmolLM2. A third run says what rounding alone does: other random numbers, by which an update of 16-bit weights is rounded, and adapters in fp32.
 
@@ -702,7 +710,7 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 # %% [markdown]
 # What breaks first is the loss. Behind it wait the inputs of the blocks, here the *activations*, and the one block that is computed again. With all five lines it is always that block.
 #
-# **What do 16K to 128K take on 24 GB?** In each field the first that fits, in the order checkpoints, chunked loss, tiles without an offload, offload, all five lines; the time of a step; and what waits on the host. (This order spares the host. Where it has room, try the offload before tiles: it is likely faster.) Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where there are tiles or an offload, else with a chunked loss. (The slowest with the five lines was that of 3B, 15 s. By the step of 8B, 91 s, the long ones would take three quarters of it.)
+# **What do 16K to 128K take on 24 GB?** In each field the first that fits, in the order checkpoints, chunked loss, tiles without an offload, offload, all five lines; the time of a step; and what waits on the host. (This order spares the host. Where it has room, try the offload before tiles: it is likely faster.) Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where there are tiles or an offload, else with a chunked loss. So the time of an offload alone is likely too long, for it has the rate of steps with tiles, and recipe 6 finds 2 to 5 % for an offload. (The slowest with the five lines was that of 3B, 15 s. By the step of 8B, 91 s, the long ones would take three quarters of it.)
 
 # %%
 # Of the rate in the data sheet, the slowest step with this stack. Short ones had not warmed up.
@@ -794,7 +802,7 @@ for which, (shape, way, tokens) in list(tried.items())[-sizes.checked :]:
 #
 # **Before you use an entry:**
 #
-# - Nothing else may use the card: take off what `nvidia-smi` shows before the start. An L4 or A10G shows less than the 23.15 GiB that an RTX 4090 leaves for tensors: compare `torch.cuda.mem_get_info()`, and ask the doctor with your card.
+# - Nothing else may use the card. Each GiB that others have in `nvidia-smi` takes about 10,000 of the 161K tokens of 8B *QLoRA*. An L4 or A10G shows less than the 23.15 GiB that an RTX 4090 leaves for tensors: compare `torch.cuda.mem_get_info()`, and ask the doctor with your card.
 # - These models know 131,072 positions. What is longer is about memory only.
 # - It counts tensors, and leaves 5 % of the card for holes between them; up to 0.4 % too much comes out of these 5 %. On the H100 seven steps filled the other 95 %, and fitted. An eighth took 22.87 of 23.15 GiB, and fitted, too. Your program needs `PYTORCH_ALLOC_CONF=expandable_segments:True` in its environment for that; in this notebook `machine()` sets it.
 # - It knows PyTorch's kernels. Buffers of a library come on top, and what others measured with kernels of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).

@@ -31,7 +31,7 @@
 #
 # A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA rounds a second time: read its row as a warning, and not as its price on 16-bit weights.
 #
-# **In a hurry?** [The loop](#The-loop) is what trains on this page, and [a script](#A-script-to-copy) does the same with TRL. [The run](#5.-The-run:-does-the-model-learn-the-task?) shows what each way learned and forgot, and [three seeds](#Which-rate?-Three-seeds) which rate, and how LoRA keeps what it knew. [Settings](#Which-settings-matter?) and [cards](#Which-card?) are two tables.
+# **In a hurry?** [The loop](#The-loop) is what trains on this page, and [a script](#A-script-to-copy) does the same with TRL. [The run](#5.-The-run:-does-the-model-learn-the-task?) shows what each way learned and forgot, and [three seeds](#Which-rate?-Three-seeds) which rate, and how LoRA kept the source code that was mixed in. [Settings](#Which-settings-matter?) and [cards](#Which-card?) are two tables.
 #
 # | | |
 # |---|---|
@@ -369,6 +369,7 @@ del model
 #     asked = tokenizer.apply_chat_template(
 #         turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
 #     ).to(model.device)
+#     # More tokens than the longest answer has: one that is cut counts as wrong.
 #     written = model.eval().generate(**asked, max_new_tokens=256, do_sample=False)
 #     answer = written[0, asked["input_ids"].shape[1] :]
 #     return tokenizer.decode(answer, skip_special_tokens=True).split("</think>")[-1].strip()
@@ -859,9 +860,9 @@ for name, found in after.items():
 # %% [markdown]
 # **What was learned.** The rule that copies gets none of the changed hours, so look at those: full fine-tuning has all 32, LoRA 19 and QLoRA 10. All three have learned the form. What is wrong is the hour: in 17 of LoRA's 17 wrong answers, and in 27 of QLoRA's 31. In 6 of these 31 the task is wrong. In the picture the loss falls to about 0.1 in thirty to forty steps: the form without the clock. With all weights it falls on, to one or two thousandths. The training losses of LoRA and QLoRA end beside each other, and do not tell 47 right answers from 33. The held-out losses, 0.034 and 0.059, have the order, and do not say how many answers are right: judge by the score.
 #
-# **What was forgotten.** Full fine-tuning at this small rate predicts source code nearly as well as before, × 1.04. LoRA has × 1.42, and QLoRA × 1.86, of which the rounding alone is × 1.26. A frozen base does not protect what the model knew, for the adapters act on all text. Look at text that the model must keep, and mix such text in: that [cured it](#Which-rate?-Three-seeds).
+# **What was forgotten.** Full fine-tuning at this small rate predicts source code nearly as well as before, × 1.04. LoRA has × 1.42, and QLoRA × 1.86, of which the rounding alone is × 1.26. A frozen base does not protect what the model knew, for the adapters act on all text. Look at text that the model must keep, and mix such text in: that [cured it](#Which-rate?-Three-seeds) for the kind that was mixed in; other kinds were not looked at.
 #
-# **LoRA or all weights?** Here all weights, if they fit: they learn more from few pairs, and forget least, in as many steps. What LoRA saves is memory, 75 % of the peak, and a sixth of the time of a step. With 480 pairs, four in each of 240 steps, it catches up on the score, and not on what it forgets (below); pairs or steps was not told apart. Biderman et al. found the other order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. So try both, each at a rate of its own.
+# **LoRA or all weights?** Here all weights, if they fit: they learn more from few pairs, and forget least, in as many steps. What LoRA saves is memory, 75 % of the peak, and a sixth of the time of a step. With 480 pairs, four in each of 240 steps, it catches up on the score, and not on what it forgets (below); pairs or steps was not told apart. So where LoRA's score is low, try more pairs or a longer run before you leave it. Biderman et al. found the other order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. So try both, each at a rate of its own.
 #
 # **QLoRA** has 22 points less than LoRA: 33 right, where the rule has 32, and 9 of the answers that only copy are wrong, too. Its base was rounded twice here, so this is not its price on 16-bit weights.
 #
@@ -869,7 +870,7 @@ for name, found in after.items():
 #
 # ### Which rate? Three seeds
 #
-# Each way with three seeds, at further rates, on 480 pairs, four in a step. A seed decides the order of the pairs, and the numbers that adapters begin with. Three seeds show a direction, and are no verdict:
+# Each way with three seeds, all weights and LoRA at further rates, on 480 pairs, four in a step. A seed decides the order of the pairs, and the numbers that adapters begin with. Three seeds show a direction, and are no verdict:
 #
 # <!-- numbers:fine_tuning_seeds-05 -->
 # | way | rate | steps | right with each seed, of 64 | held-out loss | perplexity of source code, × before |
@@ -895,7 +896,7 @@ for name, found in after.items():
 #
 # These judge full fine-tuning in 32 bits, and the page in 16.
 #
-# Mixing in TRL: it takes rows of `input_ids` and `labels` as they are, so both kinds can stand in one dataset. Fourteen steps, one row in four, show that the code runs. What it cures is in the table:
+# Mixing in TRL: it takes rows of `input_ids` and `labels` as they are, so both kinds can stand in one dataset. Fourteen steps, one row in four, show that the code runs. What it cures is in the table. In the script above the rows are messages already: there `turns = pair`, and `eval_dataset` has rows of `labelled_pair`, too:
 
 
 # %%
@@ -963,7 +964,7 @@ del served, again, loaded, elsewhere
 # %% [markdown]
 # The weights that were loaded are those that were judged. QLoRA's adapter beside the 16-bit weights is another model: it learned beside the rounded ones. Here it gets 28 answers for 33, and 4 changed hours for 10. For a verdict on the answers 64 sentences are too few: -22 to +5 points. Examine what you deploy, by its answers.
 #
-# A wrong time is valid JSON, so no parser catches it. Check such an answer against the sentence: the minutes are the same, the hour is the same modulo 12, and it is 12 or more where the sentence says *pm*. (By *am* and *pm* alone 00:20 would pass for 10:20 am.)
+# A wrong time is valid JSON, so no parser catches it. Check such an answer against the sentence: the minutes are the same, the hour is the same modulo 12, and it is 12 or more where the sentence says *pm*, and less than 12 where it says *am*. (By *am* and *pm* alone 00:20 would pass for 10:20 am.)
 #
 # | your case | deploy |
 # |---|---|
@@ -1109,7 +1110,7 @@ del model, output
 #
 # ## Take this home
 #
-# - The script above, for one GPU or several (`accelerate launch`).
+# - The script above, for one GPU. For several, what follows `trainer.save_model()` is a program of its own, which one process runs after `accelerate launch` of the first part.
 # - [scripts/finetune.py](../scripts/finetune.py): one file with our recipes, packed rows, checkpoints and the score. Its first lines say what it reached. Interrupted and started again, it ends with the same weights, bit by bit: `test_two_steps_and_a_resume` in [its tests](../tests/scripts/test_scripts.py) checks that.
 # - A command: `python -m recipes_lib finetune --model NAME --data pairs.jsonl --learning-rate 3e-4 --output run`. After a crash it goes on with `--resume` ([docs/finetune.md](../docs/finetune.md)).
 #
@@ -1123,7 +1124,7 @@ del model, output
 # | **what trains** | all linear layers | name the layers where a model has experts: section 8 |
 # | rank and alpha | 16 and 32 | few pairs need no more, and the rate matters more; not varied here |
 # | rows in a step | 4 to 32 (3 here, for a CPU) | adapters like large batches less than all weights do (LoRA Without Regret) |
-# | epochs, times through all pairs | 2 or more | stop where the score rises no more |
+# | epochs, times through all pairs | 2 or more | 2 and 4, each a whole run, because the rate falls to zero at its end; keep the shorter one where the score is the same |
 # | text of other kinds | one row in five, with two thirds as many learned tokens as the answers, and twice the steps | LoRA forgot nothing of its kind: section 5 |
 # | packing | sort by length first; pack where lengths differ much | time, and fewer steps in an epoch: section 7 |
 #
@@ -1143,7 +1144,7 @@ for card in ("T4", "RTX 4090", "H100"):
             print(f"{card}: {remedy.name}: {remedy.outcome}")
 
 # %% [markdown]
-# *Checkpointing* computes each block twice, and keeps less for backward. *Loss in chunks* never holds all logits at once. In TRL they are `gradient_checkpointing=True` and `loss_type="nll"`. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) has both, and *optimizer offload*. *Micro-batches of 1* are single rows, whose gradients add up. The row of the H100 trains all weights with weights and states in 16 bits, which needs stochastic rounding (`bf16_adamw`).
+# *Checkpointing* computes each block twice, and keeps less for backward. *Loss in chunks* never holds all logits at once. In TRL they are `gradient_checkpointing=True` and `loss_type="nll"`. [Notebook 01](../notebooks/01_large_models_limited_hardware.ipynb) has both, and *optimizer offload*. *Micro-batches of 1* are single rows, whose gradients add up; in TRL `per_device_train_batch_size=1`, with as many `gradient_accumulation_steps` as a step has rows. The row of the H100 trains all weights with weights and states in 16 bits, which needs stochastic rounding (`bf16_adamw`).
 #
 # | card | train 8 billion |
 # |---|---|
@@ -1160,7 +1161,7 @@ for card in ("T4", "RTX 4090", "H100"):
 #
 # ## When to use what
 #
-# Where 16 bytes per weight are there, take full fine-tuning at a small rate: here it learned more than LoRA from 288 pairs, as much from 480, and forgot least. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)). Else take LoRA on all linear layers, with the loss of section 4. Take QLoRA where the 16-bit weights do not fit. Judge by a score that a simple rule does not get, and by text that the model must keep.
+# Where 16 bytes per weight are there, take full fine-tuning at a small rate: here it learned more than LoRA from 288 pairs in as many steps, as much from 480, and forgot least. All weights need fp32 and autocast: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)). Else take LoRA on all linear layers, with the loss of section 4. Take QLoRA where the 16-bit weights do not fit. Judge by a score that a simple rule does not get, and by text that the model must keep.
 #
 # Not here, with the figures of others:
 #
