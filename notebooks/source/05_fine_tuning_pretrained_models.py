@@ -310,20 +310,31 @@ del model
 # ```python
 # # pip install "trl>=1.16" "transformers>=5" peft datasets bitsandbytes
 # import gc
+# import math
 # import torch
 # from datasets import load_dataset
 # from peft import AutoPeftModelForCausalLM, LoraConfig
-# from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+# from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 # from trl import SFTConfig, SFTTrainer
 #
 # BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"  # a hub id or a folder, with a chat template
 # FOUR_BITS = False  # True is QLoRA
 # HALF = torch.bfloat16  # on a T4 torch.float16, and fp16=True below
 #
-# pairs = load_dataset("json", data_files="pairs.jsonl", split="train")
-# # With rows of one source: split by source. `score` asks each test row, one by one, twice:
-# # with many pairs test_size=200 is enough, a number of rows.
+# tokenizer = AutoTokenizer.from_pretrained(BASE)
+#
+#
+# def short_enough(row):  # longer rows would be cut, in silence
+#     turns = row["prompt"] + row["completion"]
+#     return len(tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]) <= 1024
+#
+#
+# pairs = load_dataset("json", data_files="pairs.jsonl", split="train").filter(short_enough)
+# # With rows of one source: split by source. `score` asks each test row, one by one, twice. 100
+# # rows are few, and more than 200 take long: test_size may be a number of rows.
 # parts = pairs.train_test_split(test_size=0.1, seed=0)
+# # Texts of a kind that it must not forget, with empty lines between them.
+# to_keep = [text for text in open("keep.txt").read().split("\n\n") if len(text) > 100]
 #
 # four_bits = BitsAndBytesConfig(
 #     load_in_4bit=True,
@@ -339,7 +350,7 @@ del model
 #     num_train_epochs=2,  # times through all pairs
 #     per_device_train_batch_size=4,
 #     per_device_eval_batch_size=4,  # the default is 8, and memory would run out before the save
-#     max_length=1024,  # longer rows are cut, in silence: leave them out before
+#     max_length=1024,
 #     gradient_checkpointing=False,  # True for 8 billion on 24 GB: each block is computed twice
 #     eval_strategy="epoch",
 #     report_to="none",  # on a CPU also use_cpu=True
@@ -351,11 +362,11 @@ del model
 #     settings,
 #     train_dataset=parts["train"],
 #     eval_dataset=parts["test"],
+#     processing_class=tokenizer,
 #     peft_config=LoraConfig(
 #         r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
-#     ),
+#     ),  # experts of a mixture are not among these: section 8
 # )
-# tokenizer = trainer.processing_class
 #
 # for weight in trainer.model.parameters():  # TRL gives QLoRA's adapters 16 bits, which lose updates
 #     if weight.requires_grad:
@@ -377,10 +388,21 @@ del model
 #
 # def score(model):
 #     answers = [ask(model, row["prompt"]) for row in parts["test"]]
-#     return sum(a == row["completion"][0]["content"] for a, row in zip(answers, parts["test"]))
+#     wanted = [row["completion"][0]["content"].strip() for row in parts["test"]]
+#     return f"{sum(a == b for a, b in zip(answers, wanted))} of {len(wanted)}"
 #
 #
-# print("right before:", score(trainer.model))
+# @torch.no_grad()
+# def perplexity(model):
+#     model.eval()
+#     nats = []
+#     for text in to_keep:
+#         ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=512).to(model.device)
+#         nats.append(model(**ids, labels=ids["input_ids"]).loss.item())
+#     return math.exp(sum(nats) / len(nats))
+#
+#
+# print("right before:", score(trainer.model), "perplexity:", perplexity(trainer.model))
 # trainer.train()
 # trainer.save_model()
 #
@@ -391,7 +413,7 @@ del model
 # torch.cuda.empty_cache()
 # served = AutoPeftModelForCausalLM.from_pretrained("adapter", dtype=HALF, device_map="auto")
 # served = served.merge_and_unload()
-# print("right after:", score(served))
+# print("right after:", score(served), "perplexity:", perplexity(served))
 # served.save_pretrained("mine")
 # tokenizer.save_pretrained("mine")
 # ```
@@ -896,7 +918,7 @@ for name, found in after.items():
 #
 # These judge full fine-tuning in 32 bits, and the page in 16.
 #
-# Mixing in TRL: it takes rows of `input_ids` and `labels` as they are, so both kinds can stand in one dataset. Fourteen steps, one row in four, show that the code runs. What it cures is in the table. In the script above the rows are messages already: there `turns = pair`, and `eval_dataset` has rows of `labelled_pair`, too:
+# Mixing in TRL: it takes rows of `input_ids` and `labels` as they are, so both kinds can stand in one dataset. Fourteen steps, one row in four, show that the code runs. What it cures is in the table. In the script above the rows are messages already: there `turns = pair`, `IGNORED = -100`, and `eval_dataset` has rows of `labelled_pair`, too. Check that each `whole` begins with its `question`: a template may write a prompt in another way.
 
 
 # %%
@@ -1124,7 +1146,7 @@ del model, output
 # | **what trains** | all linear layers | name the layers where a model has experts: section 8 |
 # | rank and alpha | 16 and 32 | few pairs need no more, and the rate matters more; not varied here |
 # | rows in a step | 4 to 32 (3 here, for a CPU) | adapters like large batches less than all weights do (LoRA Without Regret) |
-# | epochs, times through all pairs | 2 or more | 2 and 4, each a whole run, because the rate falls to zero at its end; keep the shorter one where the score is the same |
+# | epochs, times through all pairs | 2 or more | 2 and 4, each a whole run in a folder of its own, because the rate falls to zero at its end; where the score is the same, keep what forgets less |
 # | text of other kinds | one row in five, with two thirds as many learned tokens as the answers, and twice the steps | LoRA forgot nothing of its kind: section 5 |
 # | packing | sort by length first; pack where lengths differ much | time, and fewer steps in an epoch: section 7 |
 #
