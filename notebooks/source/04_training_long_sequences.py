@@ -23,10 +23,10 @@
 # > | in bf16 | longest text | time of a real step of 2,048 tokens, without a limit |
 # > |---|--:|--:|
 # > | SDPA, the default | 1,589 | 1.00× |
-# > | all switches of transformers and TRL | 54,182 | 1.24× |
+# > | all switches of transformers and TRL | 54,182 | 1.23× |
 # > | **the five lines** | **92,346** | 1.28× |
 # >
-# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. By a line through two shorter steps, one of 92,346 would take 3.1 hours on this machine.
+# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. By a line through two shorter steps, one of 92,346 would take 2.6 hours on this machine.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
