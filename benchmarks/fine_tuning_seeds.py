@@ -33,12 +33,16 @@ from recipes_lib.precision.mixed_precision import mixed_precision
 
 @dataclass(frozen=True)
 class Way:
-    """The adapters, the rate, how often a pair is seen, and rows of source code in each step."""
+    """The adapters, the rate, how often a pair is seen, rows of source code in each step, the
+    rank, and the layers that have adapters.
+    """
 
     adapters: str
     rate: float
     passes: int
     source_code: int = 0
+    rank: int = 16
+    layers: str = "all-linear"
 
 
 WAYS = {
@@ -48,6 +52,9 @@ WAYS = {
     "LoRA, with source code, longer": Way("lora", 3e-4, 4, source_code=1),
     "LoRA, small rate": Way("lora", 1e-4, 2),
     "LoRA, large rate": Way("lora", 1e-3, 1),
+    "LoRA, rank 4": Way("lora", 3e-4, 2, rank=4),
+    "LoRA, rank 64": Way("lora", 3e-4, 2, rank=64),
+    "LoRA, attention alone": Way("lora", 3e-4, 2, layers="attention"),
     "QLoRA": Way("qlora", 3e-4, 2),
     # Embedding and norms in 32 bits, as peft's `prepare_model_for_kbit_training` leaves them.
     "QLoRA, the rest in 32 bits": Way("qlora on fp32", 3e-4, 2),
@@ -100,7 +107,8 @@ def trained(way: str, settings: Settings, *, seed: int) -> dict[str, Any]:
     seed_everything(seed)
     half = machine().compute_dtype
     if adapters == "lora":
-        model = apply_lora(load_model(settings.model, dtype=half))
+        chosen = {"rank": WAYS[way].rank, "target_modules": WAYS[way].layers}
+        model = apply_lora(load_model(settings.model, dtype=half), **chosen)
     elif adapters == "qlora":
         model = apply_qlora(load_model(settings.model, dtype=half), compute_dtype=half)
     elif adapters == "qlora on fp32":

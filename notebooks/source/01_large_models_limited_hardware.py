@@ -94,7 +94,7 @@ print(machine())
 
 # %%
 # On a CPU the real SmolLM2-135M. layers=None means all of its 30 blocks.
-smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=16, tokens=72)
+smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=24, tokens=72)
 # The model that learns, turns on the clock, and whether blocks compile where they can.
 smollm2 |= dict(learner="smollm2", turns=2, compiles=True)
 # The shapes of *What fits your card*.
@@ -135,7 +135,7 @@ def batches_of(texts):
     return batches(train, pad_token_id=padding, device=device, **shape)
 
 
-# All rows of the ladder below train on this one batch: 16 texts of 72 tokens on a CPU.
+# All rows of the ladder below train on this one batch: 24 texts of 72 tokens on a CPU.
 batch = next(batches_of(sizes.rows))
 answers = (batch["labels"][:, 1:] != -100).sum().item()
 print(decode_with_mask(train[1], tokenizer))
@@ -363,15 +363,18 @@ print("in four parts and at once: the same gradients")
 print(f"the popular loop: they are off by {naive_error:.0%} of their length")
 
 
-def accumulated_step(model, optimizer):
-    loss = accumulate(model, batch, 4)  # micro-batches of four texts on a CPU
+def accumulated_step(model, optimizer, texts=batch):
+    loss = accumulate(model, texts, 4)  # micro-batches of six texts on a CPU
     optimizer.step()
     optimizer.zero_grad()
     return loss
 
 
+# A GPU times all rows. On a CPU some would mislead you, and others would take minutes.
+if_on_gpu = {"in_turns": device == "cuda"}
+in_32_bits = {"group": "in 32 bits"}
 accumulated = build(step=accumulated_step)
-ladder.climb("gradient accumulation", accumulated, group="in 32 bits")
+ladder.climb("gradient accumulation", accumulated, **in_32_bits, **if_on_gpu)
 
 # %% [markdown]
 # **The answer.** No, by 29 %. *Activations* and *other* together fall to a quarter, 2,125 → 532 MiB. Weights and states stay, 1,539 MiB, and all gradients wait while the next forward runs, 513.
@@ -417,7 +420,8 @@ for library in (checkpointing, apply_activation_checkpointing):
     assert torch.equal(gradients_of(library(copy.deepcopy(small))), right)
 print("by hand and by both libraries: the same gradients, to the last bit")
 
-ladder.climb("activation checkpointing", build(checkpointing), group="in 32 bits")
+checkpointed_row = build(checkpointing)
+ladder.climb("activation checkpointing", checkpointed_row, **in_32_bits, **if_on_gpu)
 
 # %% [markdown]
 # **The answer.** About 6 %, 84 of 1,476 MiB: of the printed 300, 216 are logarithms of the logits. The peak falls by 38 %. Of the 732 MiB that are left above weights and states, 648 are logits.
@@ -449,7 +453,7 @@ def recipe_2(model):
     return chunked_loss(checkpointing(model))
 
 
-ladder.climb("checkpointing, loss in chunks", build(recipe_2), group="in 32 bits")
+ladder.climb("checkpointing, loss in chunks", build(recipe_2), **in_32_bits)
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
@@ -475,10 +479,8 @@ def offloaded_step(model, optimizer):
         return train_step(model, optimizer)
 
 
-# What these cost on a CPU says nothing of a GPU, so there they get no time.
-if_on_gpu = {"in_turns": device == "cuda"}
 offloaded = build(step=offloaded_step)
-ladder.climb("activation offloading", offloaded, group="in 32 bits", **if_on_gpu)
+ladder.climb("activation offloading", offloaded, **in_32_bits, **if_on_gpu)
 
 # %% [markdown]
 # **The answer.** Yes, by 2 MiB, and now the second tower is the peak. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. (On the H100 [below](#Notebook-01-on-a-GPU) offloading is the higher one, and takes three times as long.)
@@ -594,7 +596,7 @@ take_turns()
 # %%
 lean_row = "16 bits, checkpointing, loss in chunks"
 on_lean = {"group": "on top of 16 bits, checkpointing, loss in chunks"}
-ladder.climb(lean_row, build(recipe_2, step=step_in_16_bits), **on_lean)
+ladder.climb(lean_row, build(recipe_2, step=step_in_16_bits), **on_lean, **if_on_gpu)
 on_lean["after"] = lean_row
 
 # %% [markdown]
@@ -743,7 +745,7 @@ assert torch.allclose(layer(hidden), corrected, atol=1e-4)
 print("one adapted layer by hand and by peft: equal")
 
 on_16_bits = build(to_16_bits, lora, recipe_2, step=step_in_16_bits)
-ladder.climb("LoRA", on_16_bits, **on_lean)
+ladder.climb("LoRA", on_16_bits, **on_lean, **if_on_gpu)
 
 # %% [markdown]
 # **The answer.** The weights, 275 MiB with the adapters, and of states and gradients next to nothing: states are 37 MiB in place of 1,026. The peak is the end of forward, 402 MiB.
@@ -878,23 +880,22 @@ ladder.chart()
 from recipes_lib.core.data.losses_and_answers import evaluate
 
 
-def trained(*recipes, optimizer_of, step=step_in_16_bits, steps=3):
-    """The held-out loss after some steps."""
+def trained(*recipes, optimizer_of, step=step_in_16_bits):
+    """The held-out loss before and after three steps."""
     seed_everything(0)
     base = partial(load_model, sizes.learner)
     builder = build(*recipes, optimizer_of=optimizer_of, step=step, base=base)
     model, optimizer, step = builder()
-    for _, texts in zip(range(steps), batches_of(4)):
+    before = evaluate(model, held_out, pad_token_id=padding)
+    for _, texts in zip(range(3), batches_of(4)):
         step(model, optimizer, texts)
-    return evaluate(model, held_out, pad_token_id=padding)
+    return before, evaluate(model, held_out, pad_token_id=padding)
 
 
 for_weights = partial(adamw, lr=5e-5)
 for_adapters = partial(adamw, lr=5e-4)
 combined = (to_16_bits, qlora, recipe_2)
-untrained = trained(optimizer_of=for_weights, steps=0)
-untrained_packed = trained(*combined, optimizer_of=for_adapters, steps=0)
-losses = {
+before_and_after = {
     "baseline": trained(optimizer_of=for_weights, step=train_step),
     fast_row: trained(chunked_loss, optimizer_of=for_weights),
     whole_row: trained(
@@ -904,14 +905,11 @@ losses = {
     "QLoRA": trained(qlora, recipe_2, optimizer_of=for_adapters),
     "everything combined": trained(*combined, optimizer_of=for_adapters),
 }
-print(
-    f"held-out loss before training: {untrained:.2f}, in four bits {untrained_packed:.2f}\n"
-)
-print(f"{'':<33}{'peak':>10}{'less':>7}{'time':>8}   loss after three steps")
-for name, loss in losses.items():
+print(f"{'':<33}{'peak':>10}{'less':>7}{'time':>8}   held-out loss")
+for name, (before, after) in before_and_after.items():
     row = ladder[name]
     print(f"{name:<33}{mib(row.peak_bytes):>10}{ladder.saved(name):>7.0%}", end="")
-    print(f"{row.ratio:>7.2f}×   {loss:.2f}")
+    print(f"{row.ratio:>7.2f}×   {before:.2f} → {after:.2f}")
 combined_row = ladder["everything combined"]
 for name in ("QLoRA", "LoRA, compiled"):
     change = combined_row.peak_bytes / ladder[name].peak_bytes - 1
@@ -1216,6 +1214,25 @@ print(f"TRL {trl.__version__}; {tokenizer.decode(written, skip_special_tokens=Tr
 # [`scripts/train_large_model.py`](../scripts/train_large_model.py) has our recipes, a schedule, checkpoints and the held-out loss in one flat file. As one command, on pairs of your own: `python -m recipes_lib finetune --data pairs.jsonl --method qlora --output runs/mine`.
 
 # %% [markdown]
+# ## Exercise
+#
+# From how many texts on does accumulation in four parts halve the peak of the plain step, in 32 bits? Take the terms of the [equation](#What-runs-out:-one-equation); all gradients are there while the next forward runs. The cell has the answer, and checks it on tensors without data.
+
+# %%
+import math
+
+from recipes_lib.core.predict import predict
+
+per_text = (terms["activations"] + terms["logits"]) / sizes.rows
+# ground + gradients + n · per_text / 4  =  (ground + n · per_text) / 2
+n = math.ceil((2 * ground + 4 * terms["gradients"]) / per_text)
+many_texts = next(batches_of(4 * math.ceil(n / 4)))  # parts of one size
+in_four = predict(build(step=partial(accumulated_step, texts=many_texts))).peak
+at_once = ground + len(many_texts["labels"]) * per_text
+print(f"{n} texts; {len(many_texts['labels'])} take {mib(at_once)} at once,", end=" ")
+print(f"and {mib(in_four)} in four parts")
+
+# %% [markdown]
 # ## References
 #
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016
@@ -1231,8 +1248,8 @@ from recipes_lib.core.measure.machine import fast
 
 equation_off = abs(arithmetic / baseline.peak_bytes - 1)
 ladder.note(
-    held_out_loss={"untrained": untrained, "untrained, four bits": untrained_packed}
-    | losses,
+    held_out_loss={name: after for name, (_, after) in before_and_after.items()}
+    | {"untrained": before_and_after["baseline"][0]},
     naive_error=naive_error,
     micro_batches=[found],
     source=model_source(),
@@ -1247,7 +1264,9 @@ assert naive_error > 0.01, "the popular accumulation trains something else"
 if not fast():  # in models as small as those of FAST mode, what is left out counts
     # In fp32 a GPU's attention keeps all scores, which the equation leaves out.
     assert equation_off < 0.01 or device != "cpu", "the equation agrees"
-    assert max(losses.values()) < untrained, "all learn"
+    untrained, _ = before_and_after["baseline"]
+    assert all(after < untrained for _, after in before_and_after.values()), "all learn"
+    assert abs(in_four / at_once - 0.5) < 0.02 or device != "cpu", "the exercise"
     least = min(row.peak_bytes for row in ladder.rows)
     assert ladder["everything combined"].peak_bytes == least, "it is the smallest"
 falling = ("baseline", lean_row, whole_row, "LoRA")

@@ -386,7 +386,7 @@ curves = {
 apart = beside_plain(curves)
 
 # %% [markdown]
-# All three learn the same: while the loss falls by nearly five, the five lines are never more than 0.003 away from the plain steps. (Small tiles round more often. These have 128 tokens; the default is 1,024 or more.) It is one seed, one rate and 20 steps on short texts; a long training was not compared.
+# All three learn the same: while the loss falls by nearly five, the five lines are never more than 0.003 away from the plain steps. (Small tiles round more often. These have 128 tokens; the default is 1,024 or more.) It is one seed, one rate and 20 steps on short texts; ten steps on 4,096 tokens, in tiles of the default size, are [below](#What-it-costs). A long training was not compared.
 #
 # To accumulate, hand the loop several texts. As a program, which can resume, for all weights or adapters: [`python scripts/train_long_sequences.py`](../scripts/train_long_sequences.py).
 #
@@ -694,7 +694,12 @@ for shape in sizes.cards:
                 parts = what_fills(model, tokens, **on | {"stack": (*stack, recipe)})
                 part = next(name for name in parts if name not in ("weights", "states"))
                 grows.append(f"{part} {parts[part]:.0%}")
-            print(f"{shape}, {method}, 24 GB are filled by:", " → ".join(grows))
+            more_room = limit_of(CARDS["A100-80GB"]) - limit_of(CARDS["RTX 4090"])
+            per_gib = (fits["A100-80GB"][-1] - longest) / (more_room / GIB)
+            print(
+                f"{shape}, {method}, 24 GB are filled by:", " → ".join(grows), end=" "
+            )
+            print(f"({per_gib:,.0f} tokens for each further GiB)")
         no_host = [
             longest_text(model, card="RTX 4090", stack=(*stack, recipe))
             for stack in (WITHOUT_OFFLOAD, NESTED)
@@ -789,13 +794,25 @@ tried = {
 }
 card = CARDS["RTX 4090"]
 filled = {}
-for which, (shape, way, tokens) in list(tried.items())[-sizes.checked :]:
+
+
+def dry_peak(shape, way, tokens):
+    """Bytes of a step of the whole shape on that card."""
     dry_step = partial(without_data, way, min(tokens, sizes.most), shape)
     # Three to five blocks say what all need: each one more adds the same bytes.
     few = any_size(dry_step, layers=(3, 4), card=card)
-    taken = few.peak(layers=on_meta(shape).config.num_hidden_layers)
-    filled[which] = taken / limit_of(card)
+    return few.peak(layers=on_meta(shape).config.num_hidden_layers)
+
+
+for which, (shape, way, tokens) in list(tried.items())[-sizes.checked :]:
+    filled[which] = dry_peak(shape, way, tokens) / limit_of(card)
     print(f"{shape}, 24 GB, {which}: {tokens:,} tokens fill {filled[which]:.1%}")
+longer = min(50_500, sizes.most)
+shorter = longer * 4 // 5
+fewer_bytes = filled["all five lines"] * limit_of(card)
+fewer_bytes -= dry_peak(small, five_lines, shorter)
+per_gib = (longer - shorter) / (fewer_bytes / GIB)
+print(f"{small}, all five lines: {per_gib:,.0f} tokens for each GiB")
 
 # %% [markdown]
 # In the block at the top the offload brings 1 % without tiles (22,700 → 22,900), for there the MLP is the peak, and 1.7 times the length with them (29,300 → 50,500).
@@ -832,7 +849,7 @@ for which, (shape, way, tokens) in list(tried.items())[-sizes.checked :]:
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
 # | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` (with the block at the top, in fp32, take tiles first); where the host has no room, tiles without it | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
-# | the last | all five lines | 1.3 times the plain step, on two CPU cores at 2,048 tokens; Unsloth reports 1.3 times for its tiles on a GPU |
+# | the last | all five lines | 1.3 times the plain step, on two CPU cores at 2,048 and at 16,384 tokens; Unsloth reports 1.3 times for its tiles on a GPU |
 # | longer than the second, and the host has no room, as on a free Colab | the five lines without `offload_activations`, up to the first length of *24 GB, no offload*; up to its second `apply_nested_checkpointing(model, group=best_group(blocks))` of `recipes_lib.memory.nested_checkpointing` in place of the third call | one more forward; nested, nearly two |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else; Llama 3.1 and 3.2 are scaled already, and end at 131,072 | some loss within the trained length |
@@ -1410,6 +1427,13 @@ ladder
 
 # %% [markdown]
 # *Time* is that of the blocks against SDPA, all in fp32, in brackets the two rounds, each against SDPA in the same round, and SDPA's own against its faster one: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints nearly two thirds. Tiles have 256 tokens here.
+#
+# At these 2,048 tokens nobody needs tiles or an offload. So the same was recorded on 16,384, in bf16, with tiles of 1,024 tokens, the default (`python -m benchmarks.long_texts`, some twenty minutes):
+#
+# <!-- numbers:long_texts-04 -->
+# <!-- end -->
+#
+# There attention is most of a step, and the recipes cost less: one more forward a third, tiles 2 to 4 %, and the offload nothing that two rounds agree on. (The disk is in free memory here; a GPU's link to the host is not.)
 
 # %%
 title = f"The five lines: {longest / switches:.1f} times as long as all switches"

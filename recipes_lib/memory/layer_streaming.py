@@ -104,7 +104,7 @@ def apply_layer_streaming(
         directory: of the file; None is /var/tmp.
         device: that computes; None is the one where the model is. A model in host memory, too large
             for the device also in 4 bits, gets "cuda" here, with check=False: only what stays moves
-            there now, and never all blocks at once.
+            there now, and never all blocks at once. Where that is too much, load the model anew.
     """
     blocks = decoder_blocks(model)
     require_no_checkpoints(blocks)

@@ -173,8 +173,10 @@ class MemoryLadder(Ladder):
         }
 
     def _take_turns_together(self, names: Sequence[str], rounds: int) -> None:
-        # One turn does not count: its memory comes from the system, which fills it with zeros.
-        self._turns.times_of(names[0])
+        # The first turn of all does not count: its memory comes from the system, which fills it
+        # with zeros.
+        if not self._turns.rounds:
+            self._turns.times_of(names[0])
         super()._take_turns_together(names, rounds)
 
     def derive(self, row: Row, first: Row) -> None:

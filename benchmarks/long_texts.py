@@ -1,0 +1,175 @@
+"""What short texts cannot say of notebook 04's recipes: their time, and the training, at length.
+
+python -m benchmarks.long_texts
+
+Forward and backward run through a few blocks, without the loss, on a text for which the recipes are
+meant. Then a small model learns from fresh weights, plain and with the five lines, on texts of
+several tiles. Products are in 16 bits where the machine has units for bf16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import study
+from recipes_lib.core.measure import in_turns
+from recipes_lib.core.measure.free_memory import keep_freed_memory
+from recipes_lib.core.measure.machine import machine, seed_everything
+from recipes_lib.core.model import load_tokenizer, model_of_shape
+from recipes_lib.memory.activation_offload import offload_activations
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from recipes_lib.memory.nested_checkpointing import apply_nested_checkpointing
+from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
+
+Around = Callable[[], AbstractContextManager]  # what stands around forward and backward
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is timed, and what learns."""
+
+    shape: str = "smollm2-135m"
+    tokens: int = 16_384  # of the text on the clock
+    layers: int = 4  # on the clock: one group of nested checkpoints
+    rounds: int = 3  # of turns
+    learns: int = 4096  # tokens of a text that is learned: four tiles
+    learning_layers: int = 6
+    texts: int = 2  # that are learned, again and again
+    steps: int = 10
+
+
+# --- the ways: each changes a model, and says what stands around its step -------------------------
+
+
+def plain(model: Any) -> Around:
+    return contextlib.nullcontext
+
+
+def checkpoints(model: Any) -> Around:
+    model.activation_checkpointing_enable()
+    return contextlib.nullcontext
+
+
+def inputs_wait(model: Any) -> Around:
+    """Checkpoints, whose inputs wait on the host, and on a CPU on the disk."""
+    checkpoints(model)
+    elsewhere = "host" if machine().device == "cuda" else "disk"
+    return partial(offload_activations, model, to=elsewhere, in_flight=1)
+
+
+def with_tiles(way: Callable[[Any], Around], model: Any) -> Around:
+    """The MLP and the norms in tiles of the default size."""
+    apply_tiled_mlp(model, norms=True, check=False)
+    return way(model)
+
+
+def nested(model: Any) -> Around:
+    """All blocks are one group."""
+    apply_nested_checkpointing(model, group=model.config.num_hidden_layers, check=False)
+    return contextlib.nullcontext
+
+
+def five_lines(model: Any) -> Around:
+    apply_chunked_cross_entropy(model, check=False)
+    return with_tiles(inputs_wait, model)
+
+
+ON_THE_CLOCK = {
+    "plain": plain,
+    "checkpoints": checkpoints,
+    "checkpoints, tiles": partial(with_tiles, checkpoints),
+    "nested checkpoints, tiles": partial(with_tiles, nested),
+    "offloaded inputs": inputs_wait,
+    "offloaded inputs, tiles": partial(with_tiles, inputs_wait),
+}
+LEARNS = {"plain": plain, "five lines": five_lines}
+
+
+def in_16_bits() -> AbstractContextManager:
+    device = machine()
+    return torch.autocast(device.device, torch.bfloat16, enabled=device.native_bf16)
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+def measured(settings: Settings) -> Iterator[dict[str, Any]]:
+    """The times, and then the losses of each way."""
+    torch.set_num_threads(os.cpu_count() or 1)  # as the notebook
+    keep_freed_memory()
+    turns = {name: turn_of(way, settings) for name, way in ON_THE_CLOCK.items()}
+    for turn in turns.values():
+        turn()
+    took = in_turns(turns, rounds=settings.rounds)
+    rows = [{"name": name, "seconds": seconds} for name, seconds in took.items()]
+    content: dict[str, Any] = {"rows": rows, "losses": {}}
+    yield content
+    del turns
+    texts = texts_of(settings)
+    for name, way in LEARNS.items():
+        content["losses"][name] = learned(way, texts, settings, precision=in_16_bits)
+        yield content
+    in_fp32 = learned(plain, texts, settings, precision=contextlib.nullcontext)
+    content["losses"]["plain, in fp32"] = in_fp32
+    yield content
+
+
+def turn_of(way: Callable[[Any], Around], settings: Settings) -> Callable[[], None]:
+    """Forward and backward through some blocks."""
+    model = model_of_shape(settings.shape, layers=settings.layers).train()
+    around = way(model)
+    ids = torch.arange(settings.tokens, device=model.device)[None] % model.config.vocab_size
+
+    def turn() -> None:
+        with around():
+            with in_16_bits():
+                hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden.sum().backward()
+        model.zero_grad()
+
+    return turn
+
+
+def texts_of(settings: Settings) -> list[torch.Tensor]:
+    """Real texts, each of [1, S]."""
+    tokenizer = load_tokenizer(settings.shape.removesuffix("-135m"))
+    rows = study.text_rows(tokenizer, "validation", tokens=settings.learns, count=settings.texts)
+    return [study.batch_of([row])["input_ids"] for row in rows]
+
+
+def learned(
+    way: Callable[[Any], Around],
+    texts: list[torch.Tensor],
+    settings: Settings,
+    *,
+    precision: Callable[[], AbstractContextManager],
+) -> list[float]:
+    """The loss of each step."""
+    seed_everything(0)
+    model = model_of_shape(settings.shape, layers=settings.learning_layers).train()
+    around = way(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
+    losses = []
+    for step in range(settings.steps):
+        ids = texts[step % len(texts)]
+        with around():
+            with precision():
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    study.run("long_texts", Settings(), measured, about=__doc__)
