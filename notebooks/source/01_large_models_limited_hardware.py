@@ -16,15 +16,15 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **One QLoRA step of SmolLM2-135M: 401 MiB as peft prepares it, and with everything combined 252 MiB: -37% memory of tensors, in 0.86× the time.** The table compares with full fine-tuning in fp32, 3,665 MiB:
+# > **One QLoRA step of SmolLM2-135M: 450 MiB as peft prepares it, and with everything combined 281 MiB: -38% memory of tensors, in 0.77× the time.** The table compares with full fine-tuning in fp32, 4,727 MiB:
 # >
 # > | what trains | recipes | peak, MiB | memory | time | H100, shape of Llama 3.2 1B |
 # > |---|---|--:|--:|--:|--:|
-# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,579 | -30% | 0.57× (0.57–0.60) | -50%, 0.34× |
-# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,091 | -70% | 0.93× (0.93–0.95) | -82%, 0.56× |
-# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 402 | -89% | 0.63× (0.62–0.64) | -93%, 0.39× |
-# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 401 | -89% | 0.75× (0.75–0.94) | -92%, 1.00× |
-# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 252 | -93% | 0.64× (0.64–0.68) | |
+# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,890 | -39% | 0.45× (0.39–0.45) | -50%, 0.34× |
+# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,141 | -76% | 0.76× (0.65–0.76) | -82%, 0.56× |
+# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 431 | -91% | 0.50× (0.43–0.52) | -93%, 0.39× |
+# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 450 | -90% | 0.67× (0.57–0.74) | -92%, 1.00× |
+# > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 281 | -94% | 0.51× (0.44–0.53) | |
 # > | *often promised for all together* | | | -70% | 0.20× | |
 # >
 # > On the H100 the plain step took 0.33 s; the times beside it are medians of three steps. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
@@ -32,11 +32,11 @@
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
 #
-# On the H100 two compiled rows took up to 3 % less than predicted ([below](#Notebook-01-on-a-GPU)). Of the 1,152 tokens of a step 155 carry a loss: where all do, a loss in chunks takes more time.
+# On the H100 two compiled rows took up to 3 % less than predicted ([below](#Notebook-01-on-a-GPU)). Of the 1,728 tokens of a step 228 carry a loss: where all do, a loss in chunks takes more time.
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model, SmolLM2-135M, in many ways, predicts the memory of each way, measures it, and compares gradients, weights or losses with those of the plain step: most recipes leave the training as it is, and the prints say which do not.
 #
-# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: nine to eleven to run on two CPU cores, about forty-five to read. **Hardware that has run this**: two CPU cores; an H100 the rows up to *Everything combined*, in larger sizes ([they are here](#Notebook-01-on-a-GPU)), and nothing after them.
+# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: ten to fourteen to run on two CPU cores, by how fast they are in that hour, about forty-five to read. **Hardware that has run this**: two CPU cores; an H100 the rows up to *Everything combined*, in larger sizes ([they are here](#Notebook-01-on-a-GPU)), and nothing after them.
 #
 # **In a hurry?** See [what fits your card](#What-fits-your-card), [which recipe when](#Which-recipe-when), and [lines to copy](#Take-this-home).
 #
@@ -377,7 +377,7 @@ accumulated = build(step=accumulated_step)
 ladder.climb("gradient accumulation", accumulated, **in_32_bits, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** No, by 29 %. *Activations* and *other* together fall to a quarter, 2,125 → 532 MiB. Weights and states stay, 1,539 MiB, and all gradients wait while the next forward runs, 513.
+# **The answer.** No, by 40 %. *Activations* and *other* together fall to a quarter, 3,188 → 797 MiB. Weights and states stay, 1,539 MiB, and all gradients wait while the next forward runs, 513.
 #
 # **In your code.** The 40 % above are of four short texts with answers of very unequal lengths; where all micro-batches have as many answer tokens, the popular loop is right. The Trainer divides right since transformers 4.46. A loop of your own passes `num_items_in_batch`.
 #
@@ -424,7 +424,7 @@ checkpointed_row = build(checkpointing)
 ladder.climb("activation checkpointing", checkpointed_row, **in_32_bits, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** About 6 %, 84 of 1,476 MiB: of the printed 300, 216 are logarithms of the logits. The peak falls by 38 %. Of the 732 MiB that are left above weights and states, 648 are logits.
+# **The answer.** About 6 %, 125 of 2,216 MiB: of the printed 449 and 2,540, 324 are logarithms of the logits. The peak falls by 44 %. Of the 1,098 MiB that are left above weights and states, 972 are logits.
 #
 # **The logits, too.** Those of a few hundred tokens give their part of the loss and of the gradients, and are freed. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand. PyTorch has it as `F.linear_cross_entropy`; ours is one call for a whole model.
 #
@@ -457,7 +457,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), **in_32_bits)
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** No, by 108 MiB. The first tower is now 1,793 MiB, and the second one is the peak. Of that the loss in chunks saves an embedding copy, 2,269 → 2,163; no recipe of Part A gets lower. **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
+# **The answer.** By about half of them, 2,637 → 2,164 MiB. The first tower is now 1,858 MiB, and the second one is the peak. Of that the loss in chunks saves an embedding copy, 2,269 → 2,164; no recipe of Part A gets lower. **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
 #
 # ### 3. Activation offloading
 #
@@ -483,7 +483,7 @@ offloaded = build(step=offloaded_step)
 ladder.climb("activation offloading", offloaded, **in_32_bits, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** Yes, by 2 MiB, and now the second tower is the peak. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. (On the H100 [below](#Notebook-01-on-a-GPU) offloading is the higher one, and takes three times as long.)
+# **The answer.** Yes, by 39 MiB. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. (On the H100 [below](#Notebook-01-on-a-GPU) offloading is the higher one, and takes three times as long.)
 #
 # **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`. `save_on_cpu` moves saved weights, too; `with offload_activations(model, to="host"):` of this repository does not.
 #
@@ -527,7 +527,7 @@ in_16_bits = {"group": "in 16 bits, as far as native"}
 ladder.climb("mixed precision", build(step=step_in_16_bits), **in_16_bits)
 
 # %% [markdown]
-# **The answer.** By far less: 1,693 → 1,480 MiB. Norms keep what they read in fp32, and the 16-bit copies of inputs and weights wait for backward, too. On this model it is a recipe for time; on the H100 below it also saves 22 %.
+# **The answer.** By far less: 2,540 → 2,092 MiB. Norms keep what they read in fp32, and the 16-bit copies of inputs and weights wait for backward, too. On this model it is a recipe for time; on the H100 below it also saves 22 %.
 #
 # **In your code.** bf16 has the range of fp32 and few digits. fp16, the only fast one on a T4, turns small gradients into zeros, unless a `GradScaler` multiplies the loss first. `mixed_precision()` chooses for this machine.
 #
@@ -561,10 +561,10 @@ def compiled(model):
 
 compiled_row = build(compiled, step=step_in_16_bits)
 in_16_bits["after"] = "mixed precision"
-ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits)
+ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** Yes: 3,452 → 3,047 MiB. What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block.
+# **The answer.** Yes: 4,279 → 3,672 MiB. What it does to the time is in [the last table](#Everything-combined), in the row *16 bits, compiled, chunked loss*. What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block.
 #
 # **In your code.** `block.compile()` for each block, before checkpointing (not `torch_compile=True` of the Trainer, which compiles the whole model; ours also leaves generation as it was, and ran in our own loop). The first step takes longer, and so does the first one of each further shape of a batch.
 #
@@ -587,7 +587,7 @@ def take_turns():
 take_turns()
 
 # %% [markdown]
-# Checkpoints cost one more forward. With the loss in chunks they take less time than alone, because it skips the tokens without a label: here 155 of 1,152 have one, and where all have one, this gain is gone. Offloading has no time here: on a CPU the disk is in free memory.
+# Checkpoints cost one more forward. The loss in chunks gives some of it back here, because it skips the tokens without a label: 228 of 1,728 have one, and where all have one, this gain is gone. On the H100 [below](#Notebook-01-on-a-GPU) checkpoints alone took 1.24×, and with this loss 1.11×. Rows that are not here took no turns on a CPU.
 #
 # ## Part B: what every weight costs
 #
@@ -648,7 +648,7 @@ ladder.climb("step in backward", in_one_step, **on_lean, **if_on_gpu)
 towers("step in backward")
 
 # %% [markdown]
-# **The answer.** Of its 624 MiB of gradients and copies, 219 stay, 216 of them the two parts of the embedding's gradient. Now the end of forward is higher, 1,857 MiB: there the loss in chunks has made the output layer's gradient already.
+# **The answer.** Of its 625 MiB of gradients and copies, 220 stay, 216 of them the two parts of the embedding's gradient. Now the end of forward is higher, 1,907 MiB: there the loss in chunks has made the output layer's gradient already.
 #
 # **In your code.** The hook above is all the code there is; torchtune has it as `optimizer_in_bwd: True`, and the Trainer in layer-wise optimizers only (`optim="galore_adamw_layerwise"`). Accumulation, clipping by the global norm and a loss scale find no gradients, and PyTorch raises no error. Ours refuses them.
 #
@@ -748,7 +748,7 @@ on_16_bits = build(to_16_bits, lora, recipe_2, step=step_in_16_bits)
 ladder.climb("LoRA", on_16_bits, **on_lean, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** The weights, 275 MiB with the adapters, and of states and gradients next to nothing: states are 37 MiB in place of 1,026. The peak is the end of forward, 402 MiB.
+# **The answer.** The weights, 275 MiB with the adapters, and of states and gradients next to nothing: states are 37 MiB in place of 1,026. The peak is where backward begins, 439 MiB.
 #
 # **In your code.** Make a new `LoraConfig` for each model: peft writes the layers that it has found into it.
 #
@@ -813,7 +813,7 @@ on_4_bits = build(qlora, recipe_2, step=step_in_16_bits)
 ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 
 # %% [markdown]
-# **The answer.** No, by 1 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed: here that is the embedding, 108 of these 179. And what a 32-bit embedding hands to the blocks is 32 bits wide, too: *activations* and *other* rise together from 90 to 184 MiB, and eat what the weights have saved. *Everything combined* below keeps the embedding in 16 bits, which takes 54 MiB off the weights and 94 off the rest. In Llama 3.1 8B embedding and output layer have 1.05 billion numbers: 3.9 GiB in 32 bits, and half of that in 16.
+# **The answer.** No, it rises by 11 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed: here that is the embedding, 108 of these 179. And what a 32-bit embedding hands to the blocks is 32 bits wide, too: *activations* and *other* rise together from 127 to 233 MiB, and eat more than the weights have saved. *Everything combined* below keeps the embedding in 16 bits, which takes 54 MiB off the weights and 115 off the rest. In Llama 3.1 8B embedding and output layer have 1.05 billion numbers: 3.9 GiB in 32 bits, and half of that in 16.
 #
 # **In your code.** Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room. To keep the embedding in 16 bits, leave `prepare_model_for_kbit_training` out, load with `dtype=torch.bfloat16`, and switch on checkpoints with `use_reentrant=False`. (With `True` the first block gets a gradient only after `model.enable_input_require_grads()`.) On a CPU call `model.train()` before the first forward ([why](../TRAPS.md)). `check_gradient_flow` sees both mistakes.
 #
@@ -832,7 +832,7 @@ streamed = build(qlora, chunked_loss, streaming, step=step_in_16_bits)
 ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"}, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** By nearly all: 401 → 350 MiB. What stays of the weights is the embedding and the adapters: at the peak, in the loss, hardly any block is needed.
+# **The answer.** By nearly all: 450 → 399 MiB. What stays of the weights is the embedding and the adapters: at the peak, in the loss, hardly any block is needed.
 #
 # **In your code.** We know of no switch for a frozen base in four bits; for weights in 16 bits there is DeepSpeed's ZeRO-3 with `offload_param`. Take many tokens per step: each weight travels from the host to the card twice. A model that the card cannot hold in four bits either is packed on the host, and goes from there with `apply_layer_streaming(model, device="cuda", check=False)`; no GPU has run that. For 8B on a card of 4 GB [Soup](https://github.com/MakazhanAlpamys/Soup) has published 3.3 GB and 120 tokens a second.
 #
@@ -870,7 +870,7 @@ take_turns()
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights, 125 of 252 MiB: 54 are the embedding in 16 bits.
+# **The answer.** The weights, 125 of 281 MiB: 54 are the embedding in 16 bits.
 #
 # ## Does it still learn?
 #
@@ -917,15 +917,15 @@ for name in ("QLoRA", "LoRA, compiled"):
     print(f"everything combined beside {name}: {change:+.0%} memory, {ratio:.2f}× time")
 
 # %% [markdown]
-# All weights, with room: *16 bits, compiled, chunked loss*, in less than 0.6 of the time. All weights, with little room: *8-bit AdamW in backward, compiled*. Adapters: *LoRA, compiled*; where that does not fit, *everything combined*.
+# All weights, with room: *16 bits, compiled, chunked loss*, in less than half of the time. All weights, with little room: *8-bit AdamW in backward, compiled*, 76 % less and still faster than the plain step. Adapters: *LoRA, compiled*; where that does not fit, *everything combined*.
 #
-# **Do four bits pay?** As the libraries do it, not on this small model: 401 MiB against LoRA's 402. With the embedding in 16 bits, yes: *everything combined* takes 37 % less than *LoRA, compiled*, and by their fastest turns 3 % more time on this CPU, which is less than two turns of one row differ. The other price is the held-out loss: before training 4.01 in place of 3.58, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, begins lower on the batch, 4.01 in place of 4.12 (whether by embedding or norms was not tried), and ends at 3.17; in 240 steps of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) these 32 bits bring 0 to 5 more right answers of 64, by seed. The table below says when a larger model needs four bits: with 4 GiB for one billion weights, with 6 or 8 GiB for three, with 12 or 16 for eight, with 16, 24 or 32 for fourteen.
+# **Do four bits pay?** As the libraries do it, not on this small model: 450 MiB against LoRA's 439. With the embedding in 16 bits, yes: *everything combined* takes 35 % less than *LoRA, compiled*, and by their fastest turns 2 % more time on this CPU, which is less than two turns of one row differ. The other price is the held-out loss: before training 4.01 in place of 3.57, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, begins lower, at 3.92 (whether by embedding or norms was not tried), and ends at 3.17; in 240 steps of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) these 32 bits bring 0 to 5 more right answers of 64, by seed. The table below says when a larger model needs four bits: with 4 GiB for one billion weights, with 6 or 8 GiB for three, with 12 or 16 for eight, with 16, 24 or 32 for fourteen.
 #
 # On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 and 0.25 s, and 85 MiB more. LoRA saved memory there and no time: all weights with the same recipes took 0.21 s. Compiled, LoRA took 0.13.
 #
 # **Bytes are the same everywhere, times are not**: look at your own.
 #
-# Each loss is of one run of three steps with four texts, on eight held-out ones, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Offloading, the step in backward, states in fewer bits and streaming have no time, because a CPU's would mislead you on a GPU.
+# Each loss is of one run of three steps with four texts, on eight held-out ones, at a rate that was not tuned: differences of a few hundredths say nothing; [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) compares who learns best. Rows without a time took no turns on this CPU: those of offloading, the step in backward, states in fewer bits and streaming would mislead you on a GPU, and the others cost minutes.
 #
 # **On a GPU** the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for the rows below, and not for *everything combined*. Bytes are as predicted, to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less. Offloading is slow, 3.64×. Beside fp32 states, 8-bit ones take 11 % more time and our 16-bit ones 15 %, and more memory than 8: so take 8. Streaming takes about 15 % more than *QLoRA*.
 #
@@ -1020,7 +1020,7 @@ for shape in sizes.cards:
         print(f"{shape:<14}{name:<21}{fits(step.peak)}")
 
 # %% [markdown]
-# Arithmetic knows one precision at a time. So the two largest go through dry steps, too, with *full* under autocast, and with *QLoRA* as peft prepares it. A block more adds the same bytes at the same moments: steps of two to four blocks say what all of them need.
+# Arithmetic knows one precision at a time. So the two largest go through dry steps, too: *full* under autocast, of 8B, and *QLoRA* as peft prepares it, of both. A block more adds the same bytes at the same moments: steps of two to four blocks say what all of them need.
 
 # %%
 from recipes_lib.core.predict import CARDS
@@ -1028,23 +1028,25 @@ from recipes_lib.core.predict.any_size import any_size
 
 ids = torch.zeros(1, 2048, dtype=torch.long, device=device)
 one_text = {"input_ids": ids, "labels": ids}
-in_two_precisions = {
-    "full, 8-bit AdamW": partial(
-        build, recipe_2, optimizer_of=in_8_bits, step=partial(in_one_go, texts=one_text)
-    ),
-    "QLoRA, as peft prepares it": partial(
-        build, qlora, recipe_2, step=partial(step_in_16_bits, texts=one_text)
-    ),
-}
-for shape in sizes.cards[-2:]:
+in_32_and_16 = partial(
+    build, recipe_2, optimizer_of=in_8_bits, step=partial(in_one_go, texts=one_text)
+)
+as_peft_prepares = partial(
+    build, qlora, recipe_2, step=partial(step_in_16_bits, texts=one_text)
+)
+second, largest = sizes.cards[-2:][0], sizes.cards[-1]
+for name, shape, way in (
+    ("full, 8-bit AdamW", second, in_32_and_16),
+    ("QLoRA, as peft prepares it", second, as_peft_prepares),
+    ("QLoRA, as peft prepares it", largest, as_peft_prepares),
+):
     blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
-    for name, way in in_two_precisions.items():
 
-        def build_of(layers):
-            return way(base=partial(model_of_shape, shape, layers=layers))
+    def build_of(layers):
+        return way(base=partial(model_of_shape, shape, layers=layers))
 
-        few = any_size(build_of, layers=(2, 3), card=CARDS["RTX 4090"])
-        print(f"{shape:<14}{name:<27}{fits(few.peak(layers=blocks))}")
+    few = any_size(build_of, layers=(2, 3), card=CARDS["RTX 4090"])
+    print(f"{shape:<14}{name:<27}{fits(few.peak(layers=blocks))}")
 
 # %% [markdown]
 # `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16, and for 14B between 16 and 24; the table has them in 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight of a linear layer in the blocks. The table is not for a T4, which has no bf16. Some cards show less than their name, an L4 or A10G about 22.5 GiB: give `room` what `torch.cuda.get_device_properties(0).total_memory / 2**30` says. A row within half a GiB of it may not fit. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; how long a text may be says [notebook 04](../notebooks/04_training_long_sequences.ipynb).

@@ -20,18 +20,18 @@
 # >
 # > **On two CPU cores: 1,589 → 92,346 tokens**, the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). It is about memory: the model knows 8,192 positions. That is **1.7 times as long** as with all the switches. Ours stand in for TRL's loss, and for transformers' offload, which needs a GPU. Eager attention in fp32 has room for 895.
 # >
-# > | in bf16 | longest text | time of a real step of 2,048 tokens, without a limit |
+# > | in bf16 | longest text | time of blocks on 16,384 tokens |
 # > |---|--:|--:|
 # > | SDPA, the default | 1,589 | 1.00× |
-# > | all switches of transformers and TRL | 54,182 | 1.23× |
-# > | **the five lines** | **92,346** | 1.28× |
+# > | all switches of transformers and TRL | 54,182 | 1.30× (1.26–1.34) |
+# > | **the five lines** | **92,346** | 1.32× (1.28–1.34) |
 # >
-# > Inputs of blocks wait on disk in the last two. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. By a line through two shorter steps, one of 92,346 would take 2.6 hours on this machine.
+# > Inputs of blocks wait on disk in the last two; times are with copies beside the computation, and without the loss. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. By a line through two shorter steps, one of 92,346 would take 2.6 hours on this machine.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
 #
-# The step on 135,015 tokens had random weights, and 31 inputs × 135,015 × 4,096 × 2 bytes = 34 GB on the host. An RTX 4090 takes minutes for such a step: 12 for 131,072 tokens, [by arithmetic](#My-card,-my-model,-my-length:-what-do-I-do?).
+# The step on 135,015 tokens had random weights, and 31 inputs × 135,015 × 4,096 × 2 bytes = 34 GB on the host. An RTX 4090 would take some 9 to 12 minutes for 131,072 tokens, [by arithmetic](#My-card,-my-model,-my-length:-what-do-I-do?).
 #
 # **The five lines**, for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. They are the three calls and the two `with`. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.) Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion (Llama 3.2 1B: [50,500 tokens](#My-card,-my-model,-my-length:-what-do-I-do?), by dry steps); for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
 #
@@ -64,7 +64,7 @@
 # optimizer.zero_grad()  # and again from the first `with`, for each text
 # ```
 #
-# Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#My-card,-my-model,-my-length:-what-do-I-do?).
+# At 50,000 tokens 6 GB of inputs wait on the host. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#My-card,-my-model,-my-length:-what-do-I-do?).
 #
 # | | |
 # |---|---|
@@ -390,14 +390,16 @@ apart = beside_plain(curves)
 #
 # To accumulate, hand the loop several texts. As a program, which can resume, for all weights or adapters: [`python scripts/train_long_sequences.py`](../scripts/train_long_sequences.py).
 #
-# **With TRL** (1.16) all but the tiles is a configuration, and the tiles are one call before. The loss is in chunks by default, since 1.7. (The line with `offload` needs a GPU, and was not run here; the next cell runs the others, on short texts.)
+# **With TRL** (1.16) all but the tiles is a configuration, and the tiles are one call before. The loss is in chunks by default, since 1.7. (The line with `offload` needs a GPU, and was not run here; the next cell runs tiles, bf16 and checkpoints, on short texts.)
 #
 # ```python
 # import torch
 # from transformers import AutoModelForCausalLM
+# from datasets import Dataset
 # from trl import SFTConfig, SFTTrainer
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
+# texts = Dataset.from_list([{"text": open("long.txt").read()}])
 # # Without a dtype the weights have that of the file, bf16, which rounds small updates away.
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
 # apply_tiled_mlp(model, norms=True)
@@ -481,7 +483,7 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
     in_trl[which] = max(abs(a - b) for a, b in zip(*pair))
 
 # %% [markdown]
-# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. No length below is of TRL's *QLoRA*.
+# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. No length below is of TRL's *QLoRA*: begin with the second one of your entry (34K for 8B on 24 GB), and go down if it fails.
 #
 # **With Axolotl or Unsloth** tiles of the MLP are a switch, too: `unsloth_tiled_mlp=True` in Unsloth's `from_pretrained` ([its post](https://docs.unsloth.ai/new/500k-context-length-fine-tuning)), and in Axolotl ([its page](https://github.com/axolotl-ai-cloud/axolotl/blob/19e03744e01f1f2be0768e3dd8554fef8674f2f0/docs/gradient_checkpointing.qmd)) these lines. We have run neither.
 #
@@ -541,7 +543,7 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 # from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 #
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).cuda().train()
-# model = apply_qlora(model, compute_dtype=torch.bfloat16)
+# model = apply_qlora(model, compute_dtype=torch.bfloat16)  # rank 16, on all linear layers
 # adapters = [weight for weight in model.parameters() if weight.requires_grad]
 # optimizer = torch.optim.AdamW(adapters, lr=2e-4, fused=True)
 #
@@ -613,14 +615,14 @@ for method, (its_ways, build, lr) in on_24_gb.items():
 # %% [markdown]
 # With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away, and plain steps with the adapters in fp32 0.012. It is one seed, two small models, and eight steps on texts of 256 tokens: no long training was compared.
 #
-# *QLoRA* has its embedding and norms in bf16 here. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, a short-text run had 0 to 5 more right answers of 64 after 240 steps, with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB 91,400 tokens are left of 161,000 for 8B. So the entries below have bf16. Where 91,400 are enough, keep fp32: after `apply_qlora` set `weight.data = weight.data.float()` for each weight whose dtype is bf16.
+# *QLoRA* has its embedding and norms in bf16 here. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, a short-text run had 0 to 5 more right answers of 64 after 240 steps, with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB 91,400 tokens are left of 161,000 for 8B. So the entries below have bf16. Where 91,400 are enough, and the host has 46 GB free for the inputs (twice those of bf16), keep fp32: after `apply_qlora` set `weight.data = weight.data.float()` for each weight whose dtype is bf16.
 #
 # **The longest texts.** Each entry of the table has four lengths, in thousands of tokens, and each arrow adds a recipe:
 #
 # 1. *checkpoints*;
 # 2. *a chunked loss*, too;
 # 3. the inputs on the host, too: all that transformers and TRL have switches for;
-# 4. tiles, too: **all five lines**.
+# 4. tiles, too: **all five lines** (four with *all weights*, which need no `autocast`).
 #
 # The last column has two: the five lines without the host, and these with nested checkpoints (recipe 5) in the place of checkpoints. All lengths come from arithmetic. The last one on 24 GB is then checked by the step itself, on tensors without data. Before the table the cell prints, for the four lengths on 24 GB, which growing part is the largest at the peak: what the next recipe has to make smaller.
 
@@ -713,7 +715,7 @@ if shares:
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
-# What breaks first is the loss. Behind it wait the inputs of the blocks, here the *activations*, and the one block that is computed again. With all five lines it is always that block.
+# What breaks first is the loss (for 3B with all weights a chunk of it is second, too). Behind it wait the inputs of the blocks, here the *activations*, and the one block that is computed again. With all five lines it is always that block.
 #
 # **What do 16K to 128K take on 24 GB?** In each field the first that fits, in the order checkpoints, chunked loss, tiles without an offload, offload, all five lines; the time of a step; and what waits on the host. (This order spares the host. Where it has room, try the offload before tiles: it is likely faster.) Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where there are tiles or an offload, else with a chunked loss. So the time of an offload alone is likely too long, for it has the rate of steps with tiles, and recipe 6 finds 2 to 5 % for an offload. (The slowest with the five lines was that of 3B, 15 s. By the step of 8B, 91 s, the long ones would take three quarters of it.)
 
@@ -833,7 +835,7 @@ print(f"{small}, all five lines: {per_gib:,.0f} tokens for each GiB")
 # from recipes_lib.attention.flash import apply_flash_attention
 # from recipes_lib.fine_tuning.qlora import apply_qlora, quantize_nf4
 #
-# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16).train()  # on the host: 16 GB for 8B, 6.4 for 3B
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16).train()  # on the host: 16 GB for 8B, which a free Colab has not; 6.4 for 3B
 # quantize_nf4(model, compute_dtype=torch.float16, device="cuda")
 # model = apply_qlora(apply_flash_attention(model.to("cuda")))  # packed already: adds adapters
 # scaler = torch.amp.GradScaler()
@@ -1361,7 +1363,7 @@ for which, (layers_of, width), tokens, memory, clock in measured_by_others:
 #
 # ## The five lines
 #
-# Now the default, the opponent and the five lines, all in bf16 and with clipping. The five lines are recipes 1 to 4 and 6, with the norms in tiles like the MLP, of 1,024 tokens, the default; the rows above had tiles of 256. The equation knows one precision only, so these rows have no prediction.
+# Now the default, all switches and the five lines, all in bf16 and with clipping. The five lines hold recipes 1 to 4 and 6 (SDPA is the default), with the norms in tiles like the MLP, of 1,024 tokens, the default; the rows above had tiles of 256. The equation knows one precision only, so these rows have no prediction.
 
 # %%
 start = ladder["+ tiled MLP"].tokens
@@ -1426,14 +1428,26 @@ ladder.set_times(took)
 ladder
 
 # %% [markdown]
-# *Time* is that of the blocks against SDPA, all in fp32, in brackets the two rounds, each against SDPA in the same round, and SDPA's own against its faster one: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints nearly two thirds. Tiles have 256 tokens here.
+# *Time* is that of the blocks against SDPA, all in fp32, in brackets the two rounds: what overlaps has no order. One more forward adds a third of the operations, and nested checkpoints nearly two thirds. Tiles have 256 tokens here.
 #
 # At these 2,048 tokens nobody needs tiles or an offload. So the same was recorded on 16,384, in bf16, with tiles of 1,024 tokens, the default (`python -m benchmarks.long_texts`, some twenty minutes):
 #
 # <!-- numbers:long_texts-04 -->
+# | 16,384 tokens, 4 blocks | seconds | to plain, with the range of 3 rounds |
+# |---|--:|--:|
+# | plain | 34.7 | 1.00× (1.00–1.00) |
+# | checkpoints | 45.1 | 1.30× (1.28–1.30) |
+# | checkpoints, tiles | 46.9 | 1.35× (1.31–1.37) |
+# | nested checkpoints, tiles | 54.2 | 1.56× (1.52–1.62) |
+# | offloaded inputs | 45.0 | 1.30× (1.26–1.34) |
+# | offloaded inputs, tiles | 45.9 | 1.32× (1.28–1.34) |
+#
+# *AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27. Forward and backward through the blocks, without the loss, in turns; the fastest turn counts.*
+#
+# **Learning at length**: 6 such blocks, fresh weights, 2 texts of 4,096 tokens in tiles of the default size, 10 steps. The loss of the plain steps goes from 10.88 to 7.20. The five lines are 0.0003 away from them at most, and plain steps in fp32 0.0006.
 # <!-- end -->
 #
-# There attention is most of a step, and the recipes cost less: one more forward a third, tiles 2 to 4 %, and the offload nothing that two rounds agree on. (The disk is in free memory here; a GPU's link to the host is not.)
+# There checkpoints cost 30 % (25 % at 2,048 tokens, in fp32), tiles 2 to 4 % more (10 % there, with tiles of 256), nested checkpoints 56 %, and the offload nothing: without tiles 45.0 s against 45.1, with them 45.9 against 46.9. (The disk is in free memory here. A GPU has a link to the host between: on an H100 others found 2 to 5 %, recipe 6.)
 
 # %%
 title = f"The five lines: {longest / switches:.1f} times as long as all switches"
@@ -1454,7 +1468,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 #
 # ## Do such predictions hold on a card?
 #
-# **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table of that day promised on 24 GB. All twelve fitted. (Longer ones were left out to save time on the card.)
+# **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table of that day promised on 24 GB. All twelve fitted. (Longer ones were left out to save time.)
 #
 # The predictions beside them were made *after* the run, by code that it had corrected in two places: what FlashAttention's backward adds up, and what QLoRA's adapters read under a GPU's autocast. So they show that the account is complete now, and are no forecast: the lengths of *QLoRA* with a chunked loss were meant to fill 22 GiB, and filled 16.3 to 18.5. For the same reason five of the lengths differ from today's table. Of today's lengths with all five lines, 3B with all weights (43K) is below a step that ran (53,513), 8B with *QLoRA* (161K) a fifth above one (135,015), and none of the others has run. (That run had `model.activation_checkpointing_enable()`, which keeps one input more than the block for *QLoRA* above.) Below five seconds the seconds say nothing: no step had warmed up.
 #
