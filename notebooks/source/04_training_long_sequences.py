@@ -70,7 +70,7 @@
 # |---|---|
 # | **You will learn** | which recipe your length needs, and to predict the longest text that fits |
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
-# | **Minutes to run** | nine to eleven on two CPU cores |
+# | **Minutes to run** | nine to thirteen on two CPU cores, by how fast they are in that hour |
 # | **Minutes to read** | five for the tables of *My card*, 15 up to *What runs out*, which is all you need to act; 35 in all |
 # | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB, for twelve steps of up to 135,015 tokens, which all fitted ([below](#Do-such-predictions-hold-on-a-card?)). No card has run the block above with its weights in fp32, nor that of *QLoRA* as printed (those steps had `model.activation_checkpointing_enable()`), nor the longest texts on 24 GB below, but for 3B with all weights: there a longer one ran |
 #

@@ -36,7 +36,7 @@
 # | | |
 # |---|---|
 # | **You need** | Python, the basics of PyTorch; no GPU, no login |
-# | **Time** | ten to eleven minutes to run on two CPU cores, half an hour to read |
+# | **Time** | ten to thirteen minutes to run on two CPU cores, by how fast they are in that hour, half an hour to read |
 # | **Hardware that has run this** | two CPU cores. An H100 has run every cell in the small sizes of a test: the code works there, and no number here is from it |
 
 # %% [markdown]
