@@ -27,7 +27,7 @@
 # > | adapters, the smallest | that, with the embedding in 16 bits for memory, and compiled blocks for time | 281 | -94% | 0.51× (0.44–0.53) | |
 # > | *often promised for all together* | | | -70% | 0.20× | |
 # >
-# > On the H100 the plain step took 0.33 s; the times beside it are medians of three steps. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
+# > On the H100 the plain step took 0.33 s; the times beside it are medians of three steps, divided before they are rounded. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
 # > Measured on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
@@ -36,7 +36,9 @@
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model, SmolLM2-135M, in many ways, predicts the memory of each way, measures it, and compares gradients, weights or losses with those of the plain step: most recipes leave the training as it is, and the prints say which do not.
 #
-# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: ten to fourteen to run on two CPU cores, by how fast they are in that hour, about forty-five to read. **Hardware that has run this**: two CPU cores; an H100 the rows up to *Everything combined*, in larger sizes ([they are here](#Notebook-01-on-a-GPU)), and nothing after them.
+# **You need** Python and the basics of PyTorch; no GPU, no login. **Minutes**: ten to fourteen to run on two CPU cores, by how fast they are in that hour, about forty-five to read. **Hardware that has run this**: two CPU cores; an H100 all rows but the last, *everything combined*, in larger sizes ([they are here](#Notebook-01-on-a-GPU)), and nothing after them.
+#
+# **On one card of 24 GB**, by arithmetic: 8 billion weights train as LoRA on 16 bits, 16.7 GiB, and 14 billion as QLoRA, 11.7. Copy the [lines at the end](#Take-this-home), give them your model, and for LoRA leave out `quantization_config` in both places. Then compare the peak that they print with [the table](#What-fits-your-card).
 #
 # **In a hurry?** See [what fits your card](#What-fits-your-card), [which recipe when](#Which-recipe-when), and [lines to copy](#Take-this-home).
 #
@@ -379,7 +381,7 @@ ladder.climb("gradient accumulation", accumulated, **in_32_bits, **if_on_gpu)
 # %% [markdown]
 # **The answer.** No, by 40 %. *Activations* and *other* together fall to a quarter, 3,188 → 797 MiB. Weights and states stay, 1,539 MiB, and all gradients wait while the next forward runs, 513.
 #
-# **In your code.** The 40 % above are of four short texts with answers of very unequal lengths; where all micro-batches have as many answer tokens, the popular loop is right. The Trainer divides right since transformers 4.46. A loop of your own passes `num_items_in_batch`.
+# **In your code.** The popular loop's error of 40 % is that of four short texts with answers of very unequal lengths; where all micro-batches have as many answer tokens, the popular loop is right. The Trainer divides right since transformers 4.46. A loop of your own passes `num_items_in_batch`.
 #
 # ### 2. Activation checkpointing
 #
@@ -424,7 +426,7 @@ checkpointed_row = build(checkpointing)
 ladder.climb("activation checkpointing", checkpointed_row, **in_32_bits, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** About 6 %, 125 of 2,216 MiB: of the printed 449 and 2,540, 324 are logarithms of the logits. The peak falls by 44 %. Of the 1,098 MiB that are left above weights and states, 972 are logits.
+# **The answer.** About 6 %, 125 of 2,216 MiB: of the printed 449 and 2,540, 324 are the logarithms of the probabilities. The peak falls by 44 %. Of the 1,098 MiB that are left above weights and states, 972 are logits.
 #
 # **The logits, too.** Those of a few hundred tokens give their part of the loss and of the gradients, and are freed. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand. PyTorch has it as `F.linear_cross_entropy`; ours is one call for a whole model.
 #
@@ -457,7 +459,7 @@ ladder.climb("checkpointing, loss in chunks", build(recipe_2), **in_32_bits)
 towers("checkpointing, loss in chunks")
 
 # %% [markdown]
-# **The answer.** By about half of them, 2,637 → 2,164 MiB. The first tower is now 1,858 MiB, and the second one is the peak. Of that the loss in chunks saves an embedding copy, 2,269 → 2,164; no recipe of Part A gets lower. **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
+# **The answer.** By about half of them, 2,637 → 2,164 MiB. The first tower is now 1,858 MiB, and the second one is the peak. Of that the loss in chunks saves nearly one embedding copy (108 MiB), 2,269 → 2,164; no recipe of Part A gets lower. **In your code** take both together, because each leaves what the other removes: in the Trainer `activation_checkpointing=True` (formerly `gradient_checkpointing`, which 5.23 still takes) and, on a GPU, `use_liger_kernel=True`. TRL's default loss is in chunks.
 #
 # ### 3. Activation offloading
 #
@@ -483,7 +485,7 @@ offloaded = build(step=offloaded_step)
 ladder.climb("activation offloading", offloaded, **in_32_bits, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** Yes, by 39 MiB. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. (On the H100 [below](#Notebook-01-on-a-GPU) offloading is the higher one, and takes three times as long.)
+# **The answer.** Yes, by 39 MiB. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. (On the H100 [below](#Notebook-01-on-a-GPU) offloading is the higher one, and takes three times as long as checkpoints.)
 #
 # **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`. `save_on_cpu` moves saved weights, too; `with offload_activations(model, to="host"):` of this repository does not.
 #
@@ -566,11 +568,11 @@ ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits, **if_on_gp
 # %% [markdown]
 # **The answer.** Yes: 4,279 → 3,672 MiB. What it does to the time is in [the last table](#Everything-combined), in the row *16 bits, compiled, chunked loss*. What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block.
 #
-# **In your code.** `block.compile()` for each block, before checkpointing (not `torch_compile=True` of the Trainer, which compiles the whole model; ours also leaves generation as it was, and ran in our own loop). The first step takes longer, and so does the first one of each further shape of a batch.
+# **In your code.** `block.compile()` for each block, before checkpointing (not `torch_compile=True` of the Trainer, which compiles the whole model; ours also leaves generation as it was; in the Trainer we have not tried it). The first step takes longer, and so does the first one of each further shape of a batch.
 #
 # ### The rows take turns on the clock
 #
-# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: here, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**. The baseline takes part each time, and a row is compared with its turns there. In brackets stands the range.
+# Bytes are the same in every run. Times are not, for other programs disturb them. So rows take *turns*: here, and at the end. A disturbance only makes a turn longer, so **the fastest turn counts**. The baseline takes part each time, and a row is compared with its turns there. In brackets stands the range; that of × is over single rounds, and a slow turn of the baseline makes a × smaller.
 
 # %%
 from recipes_lib.report.ladder import RATIO, TIME, cell
@@ -813,7 +815,7 @@ on_4_bits = build(qlora, recipe_2, step=step_in_16_bits)
 ladder.climb("QLoRA", on_4_bits, **on_lean | {"after": "LoRA"})
 
 # %% [markdown]
-# **The answer.** No, it rises by 11 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed: here that is the embedding, 108 of these 179. And what a 32-bit embedding hands to the blocks is 32 bits wide, too: *activations* and *other* rise together from 127 to 233 MiB, and eat more than the weights have saved. *Everything combined* below keeps the embedding in 16 bits, which takes 54 MiB off the weights and 115 off the rest. In Llama 3.1 8B embedding and output layer have 1.05 billion numbers: 3.9 GiB in 32 bits, and half of that in 16.
+# **The answer.** No, it rises by 11 MiB. Weights fall, 275 → 179 MiB. But `prepare_model_for_kbit_training` gives 32 bits to all that is not packed: here that is the embedding, 108 of these 179. And what a 32-bit embedding hands to the blocks is 32 bits wide, too: *activations* and *other* rise together from 127 to 233 MiB, and eat more than the weights have saved. *Everything combined* below keeps the embedding in 16 bits: 54 MiB less of weights, and 115 less of the rest, of which compiled blocks and our checkpoints have a small part (LoRA's 439 → 431). In Llama 3.1 8B embedding and output layer have 1.05 billion numbers: 3.9 GiB in 32 bits, and half of that in 16.
 #
 # **In your code.** Load with `quantization_config`, as above: a model that is packed later has been on the card in 16 bits, and CUDA's allocator keeps that room. To keep the embedding in 16 bits, leave `prepare_model_for_kbit_training` out, load with `dtype=torch.bfloat16`, and switch on checkpoints with `use_reentrant=False`. (With `True` the first block gets a gradient only after `model.enable_input_require_grads()`.) On a CPU call `model.train()` before the first forward ([why](../TRAPS.md)). `check_gradient_flow` sees both mistakes.
 #
@@ -921,7 +923,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # **Do four bits pay?** As the libraries do it, not on this small model: 450 MiB against LoRA's 439. With the embedding in 16 bits, yes: *everything combined* takes 35 % less than *LoRA, compiled*, and by their fastest turns 2 % more time on this CPU, which is less than two turns of one row differ. The other price is the held-out loss: before training 4.01 in place of 3.57, after it 3.30 against 3.03. (These weights come from a file of four bits, and are rounded a second time.) Plain *QLoRA*, with embedding and norms in 32 bits, begins lower, at 3.92 (whether by embedding or norms was not tried), and ends at 3.17; in 240 steps of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb) these 32 bits bring 0 to 5 more right answers of 64, by seed. The table below says when a larger model needs four bits: with 4 GiB for one billion weights, with 6 or 8 GiB for three, with 12 or 16 for eight, with 16, 24 or 32 for fourteen.
 #
-# On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 and 0.25 s, and 85 MiB more. LoRA saved memory there and no time: all weights with the same recipes took 0.21 s. Compiled, LoRA took 0.13.
+# On the H100 below, not compiled, *QLoRA* took a third more time than *LoRA*, 0.33 and 0.25 s, and 85 MiB more. LoRA saved memory there and no time: 0.25 s, where all weights with the same recipes took 0.21 (0.65 × 0.33). Compiled, LoRA took 0.13.
 #
 # **Bytes are the same everywhere, times are not**: look at your own.
 #
@@ -1049,7 +1051,7 @@ for name, shape, way in (
     print(f"{shape:<14}{name:<27}{fits(few.peak(layers=blocks))}")
 
 # %% [markdown]
-# `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16, and for 14B between 16 and 24; the table has them in 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight of a linear layer in the blocks. The table is not for a T4, which has no bf16. Some cards show less than their name, an L4 or A10G about 22.5 GiB: give `room` what `torch.cuda.get_device_properties(0).total_memory / 2**30` says. A row within half a GiB of it may not fit. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; how long a text may be says [notebook 04](../notebooks/04_training_long_sequences.ipynb).
+# `prepare_model_for_kbit_training` leaves embedding and output layer in 32 bits, which for 8B decides between a card of 12 GiB and one of 16, and for 14B between 16 and 24; the table has them in 16. *Full* is without autocast's cache, which the Trainer leaves on: until forward ends it keeps two bytes more for each weight of a linear layer in the blocks. The table is not for a T4, which has no bf16. Some cards show less than their name, an L4 or A10G about 22.5 GiB: give `room` what `torch.cuda.get_device_properties(0).total_memory / 2**30` says. A row within half a GiB of what `room` gives may not fit: above that is one, Llama 3.2 3B, *full, all in 16 bits*, 19.3 of 19.6 GiB on a card of 24. For your model: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`; [notebook 04](../notebooks/04_training_long_sequences.ipynb) says how long a text may be.
 #
 # **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #
@@ -1218,7 +1220,7 @@ print(f"TRL {trl.__version__}; {tokenizer.decode(written, skip_special_tokens=Tr
 # %% [markdown]
 # ## Exercise
 #
-# From how many texts on does accumulation in four parts halve the peak of the plain step, in 32 bits? Take the terms of the [equation](#What-runs-out:-one-equation); all gradients are there while the next forward runs. The cell has the answer, and checks it on tensors without data.
+# From how many texts on does accumulation in four parts halve the peak of the plain step, in 32 bits? Take the terms of the [equation](#What-runs-out:-one-equation); all gradients are there while the next forward runs. The cell has the answer, and takes the step in four parts on tensors without data.
 
 # %%
 import math
