@@ -90,12 +90,11 @@ ON_THE_CLOCK = {
     "offloaded inputs": inputs_wait,
     "offloaded inputs, tiles": partial(with_tiles, inputs_wait),
 }
-LEARNS = {"plain": plain, "five lines": five_lines}
-
-
-def in_16_bits() -> AbstractContextManager:
-    device = machine()
-    return torch.autocast(device.device, torch.bfloat16, enabled=device.native_bf16)
+LEARNS = {
+    "plain": (plain, study.in_16_bits),
+    "five lines": (five_lines, study.in_16_bits),
+    "plain, in fp32": (plain, contextlib.nullcontext),
+}
 
 
 # --- what is measured -----------------------------------------------------------------------------
@@ -103,8 +102,6 @@ def in_16_bits() -> AbstractContextManager:
 
 def measured(settings: Settings) -> Iterator[dict[str, Any]]:
     """The times, and then the losses of each way."""
-    torch.set_num_threads(os.cpu_count() or 1)  # as the notebook
-    keep_freed_memory()
     turns = {name: turn_of(way, settings) for name, way in ON_THE_CLOCK.items()}
     for turn in turns.values():
         turn()
@@ -114,12 +111,9 @@ def measured(settings: Settings) -> Iterator[dict[str, Any]]:
     yield content
     del turns
     texts = texts_of(settings)
-    for name, way in LEARNS.items():
-        content["losses"][name] = learned(way, texts, settings, precision=in_16_bits)
+    for name, (way, precision) in LEARNS.items():
+        content["losses"][name] = learned(way, texts, settings, precision)
         yield content
-    in_fp32 = learned(plain, texts, settings, precision=contextlib.nullcontext)
-    content["losses"]["plain, in fp32"] = in_fp32
-    yield content
 
 
 def turn_of(way: Callable[[Any], Around], settings: Settings) -> Callable[[], None]:
@@ -130,7 +124,7 @@ def turn_of(way: Callable[[Any], Around], settings: Settings) -> Callable[[], No
 
     def turn() -> None:
         with around():
-            with in_16_bits():
+            with study.in_16_bits():
                 hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             hidden.sum().backward()
         model.zero_grad()
@@ -138,18 +132,18 @@ def turn_of(way: Callable[[Any], Around], settings: Settings) -> Callable[[], No
     return turn
 
 
-def texts_of(settings: Settings) -> list[torch.Tensor]:
-    """Real texts, each of [1, S]."""
+def texts_of(settings: Settings) -> list[dict[str, torch.Tensor]]:
+    """Batches of one real text [1, S] each."""
     tokenizer = load_tokenizer(settings.shape.removesuffix("-135m"))
     rows = study.text_rows(tokenizer, "validation", tokens=settings.learns, count=settings.texts)
-    return [study.batch_of([row])["input_ids"] for row in rows]
+    ids = [study.batch_of([row])["input_ids"] for row in rows]
+    return [{"input_ids": each, "labels": each} for each in ids]
 
 
 def learned(
     way: Callable[[Any], Around],
-    texts: list[torch.Tensor],
+    texts: list[dict[str, torch.Tensor]],
     settings: Settings,
-    *,
     precision: Callable[[], AbstractContextManager],
 ) -> list[float]:
     """The loss of each step."""
@@ -159,17 +153,12 @@ def learned(
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)
     losses = []
     for step in range(settings.steps):
-        ids = texts[step % len(texts)]
         with around():
-            with precision():
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+            losses.append(study.train_step(model, optimizer, texts[step % len(texts)], precision))
     return losses
 
 
 if __name__ == "__main__":
-    study.run("long_texts", Settings(), measured, about=__doc__)
+    keep_freed_memory()
+    threads = os.cpu_count() or 1  # as the notebook
+    study.run("long_texts", Settings(), measured, about=__doc__, threads=threads)

@@ -59,6 +59,7 @@ def run(
     *,
     about: str,
     arguments: Sequence[str] | None = None,
+    threads: int = 1,
 ) -> Path:
     """Measure, write `runs/<name>.json` after each step, and return where it is.
 
@@ -66,6 +67,7 @@ def run(
         settings: a dataclass with everything that can be chosen.
         about: what the program does; the first line is for `--help`.
         arguments: of the command line; None takes those that the program was called with.
+        threads: of PyTorch's operators.
     """
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     for field in fields(settings):
@@ -73,7 +75,7 @@ def run(
     settings = replace(settings, **vars(parser.parse_args(arguments)))
     path = runs_dir() / f"{name}.json"
     content = provenance() | {"settings": asdict(settings), "complete": False}
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     for found in measured(settings):
         content |= found
         save(path, content)
@@ -183,14 +185,22 @@ def train(
     return {"seconds": sum(seconds), "seconds_per_step": statistics.median(seconds)}
 
 
+def in_16_bits() -> torch.autocast:
+    """A context for products in bf16, where the machine has units for it."""
+    return torch.autocast(machine().device, torch.bfloat16, enabled=machine().native_bf16)
+
+
 def train_step(
-    model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
-) -> None:
-    """One step, in 16 bits where the machine has units for bf16."""
-    half = machine().native_bf16
-    with torch.autocast(machine().device, torch.bfloat16, enabled=half):
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, torch.Tensor],
+    precision: Callable[[], contextlib.AbstractContextManager] = in_16_bits,
+) -> float:
+    """One step, and its loss."""
+    with precision():
         loss = model(**batch, use_cache=False).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
+    return loss.item()

@@ -64,7 +64,7 @@
 # optimizer.zero_grad()  # and again from the first `with`, for each text
 # ```
 #
-# At 50,000 tokens 6 GB of inputs wait on the host. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#My-card,-my-model,-my-length:-what-do-I-do?).
+# At 50,000 tokens 15 inputs × 50,000 × 2,048 × 4 bytes = 6 GB wait on the host. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#My-card,-my-model,-my-length:-what-do-I-do?).
 #
 # | | |
 # |---|---|
@@ -615,7 +615,7 @@ for method, (its_ways, build, lr) in on_24_gb.items():
 # %% [markdown]
 # With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away, and plain steps with the adapters in fp32 0.012. It is one seed, two small models, and eight steps on texts of 256 tokens: no long training was compared.
 #
-# *QLoRA* has its embedding and norms in bf16 here. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, a short-text run had 0 to 5 more right answers of 64 after 240 steps, with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB 91,400 tokens are left of 161,000 for 8B. So the entries below have bf16. Where 91,400 are enough, and the host has 46 GB free for the inputs (twice those of bf16), keep fp32: after `apply_qlora` set `weight.data = weight.data.float()` for each weight whose dtype is bf16.
+# *QLoRA* has its embedding and norms in bf16 here. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, a short-text run had 0 to 5 more right answers of 64 after 240 steps, with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB 91,400 tokens are left of 161,000 for 8B. So the entries below have bf16. Where 91,400 are enough, and the host has room for 31 inputs × 91,400 × 4,096 × 4 bytes = 46 GB, keep fp32: after `apply_qlora` set `weight.data = weight.data.float()` for each weight whose dtype is bf16.
 #
 # **The longest texts.** Each entry of the table has four lengths, in thousands of tokens, and each arrow adds a recipe:
 #

@@ -37,7 +37,7 @@
 # |---|---|
 # | **You need** | Python, the basics of PyTorch; no GPU, no login |
 # | **Time** | ten to thirteen minutes to run on two CPU cores, by how fast they are in that hour, half an hour to read |
-# | **Hardware that has run this** | two CPU cores. An H100 has run every cell in the small sizes of a test: the code works there, and no number here is from it |
+# | **Hardware that has run this** | two CPU cores. An H100 has run the page of 2026-11-26 in the small sizes of a test, but for what has been added since, as the step with experts and the time of packing; no number here is from it |
 
 # %% [markdown]
 # ## Setup
@@ -527,6 +527,9 @@ kept = {
     "QLoRA": 0.52 * in_blocks + 2 * (weights - in_blocks) + (4 + 8) * in_adapters,
 }
 print(f"{weights:,} weights, {in_blocks:,} of them in blocks; adapters {in_adapters:,}")
+print(f"adapters of rank 4: {lora_parameters(shapes, rank=4):,};", end=" ")
+of_attention = lora_parameters(shapes, rank=16, target_modules="attention")
+print(f"of rank 16 on attention alone: {of_attention:,}")
 for name, size in kept.items():
     print(f"{name:<18}{size / 2**20:7,.0f} MiB stay between two steps")
 table_of_logits = 4 * tokens * shapes.config.vocab_size
@@ -921,7 +924,7 @@ for name, found in after.items():
 # - *LoRA* at 3e-4 has as many, 61 to 64, and forgets far more. A third of that rate forgets little, and gets fewer right than the rule after 240 steps. At 1e-3, once through, the perplexity is 5 to 10 times as large, and fewer answers are right.
 # - *LoRA, with source code* has a row of 64 tokens of it besides the four pairs of each step, whose answers have about 100, from other modules than those that judge. (The loss is a mean over tokens: long rows of text would drown the task.) Then its perplexity ends below that of the start: the model has trained on that kind of text. Of other kinds this says nothing. In as many steps it learns less, 36 to 51 right; in twice as many 62 or 63, as without it. LoRA alone, for as long, has 62 to 64 right and × 1.4. The next cell has it in TRL.
 # - *Rank*: 4 has 62 to 64 right, as many as 16, with a quarter of the adapters' numbers; 64 has 56 to 61 in as many steps. Alpha stays 32, so what the adapters add is scaled by 8, 2 and 0.5: that may be what the rank of 64 misses.
-# - *Attention alone* (rank 16): where the MLPs have no adapters, 40 to 45 are right in place of 61 to 64, though these adapters have half as many numbers again as those of rank 4. They forget hardly less, × 1.4. So put adapters on all linear layers, as *LoRA Without Regret* found, too.
+# - *Attention alone* (rank 16): where the MLPs have no adapters, 40 to 45 are right in place of 61 to 64, though these adapters have more numbers than those of rank 4, 1,843,200 and 1,221,120 (section *What a step needs*). They forget hardly less, × 1.4. So put adapters on all linear layers, as *LoRA Without Regret* found, too.
 # - *QLoRA* spreads widely, 41 to 56. Embedding and norms in 32 bits, as peft's `prepare_model_for_kbit_training` leaves them, bring 0 to 5 answers.
 #
 # This table judges full fine-tuning in 32 bits; the run above judged it in 16.
