@@ -182,7 +182,7 @@ def train_step(model, optimizer, texts=batch):
 # - **Weights**: in fp32 4 bytes each.
 # - **States**: AdamW keeps two averages per weight, of its gradient and of the gradient's square: 8 bytes.
 # - **Gradients**: one number per weight: 4 bytes.
-# - **Activations**: what forward keeps for backward. They grow with the number of tokens.
+# - **Activations**: what forward keeps for backward. They grow with the number of tokens. (Not with its square: PyTorch's attention keeps no table of scores.)
 # - **Logits**: the scores of all words of the vocabulary, for each token. When backward reaches the loss, three tables of that size exist: the logarithms of the probabilities, their gradients, and the gradients of the logits. So 12 bytes per token and word.
 #
 # The first three are **16 bytes per weight**, however short the text is. But the five are not all there at the same moment. The model is a stack of *blocks* that are built alike. In each block forward leaves activations. Backward goes the other way, uses them up, and leaves gradients. Two moments matter:
@@ -291,7 +291,7 @@ timeline_chart(
 #
 # **Part A** attacks the first tower, which grows with the tokens. In the prints it is called *backward begins* or *forward ends*. **Part B** attacks the second one, and the ground of both: weights and states.
 #
-# All bytes here are those of tensors. On a GPU leave a fifth more for holes between them, and half a GiB for CUDA itself. The fifth is a rule of thumb; `torch.cuda.max_memory_reserved()` shows what it is on yours.
+# All bytes here are those of tensors. On a GPU leave a fifth more for holes between them, and half a GiB for CUDA itself. The fifth is a rule of thumb; `torch.cuda.max_memory_reserved()` shows what it is on yours, and `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment leaves fewer holes.
 #
 # <!-- numbers:held_elsewhere-01 -->
 # **How far predictions of this kind hold elsewhere.** 12 steps on an H100 that was limited to 24 GB, of up to 8 billion weights, are predicted on a CPU to 0.1% at most, after two faults that they showed were mended. Of 41 peaks that others have published, 37 are within 5 %; of 8 of them reserved bytes are known, too, +4% to +25% beside those of tensors ([predicted peaks](../docs/predictions.md)).
@@ -850,10 +850,7 @@ ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"}, **if_o
 #
 # ## Everything combined
 #
-# - **All weights, little time**: 16 bits, compiled blocks, a loss in chunks. No block runs forward twice.
-# - **All weights, the least memory**: the same with checkpoints, and 8-bit AdamW in backward.
-# - **Adapters on 16 bits**: LoRA with checkpoints, compiled blocks, a loss in chunks.
-# - **The least memory**: *everything combined* is the same with four bits in the blocks. Embedding and norms stay in 16 bits.
+# Two combinations train all weights, and two train adapters. The first keeps all activations, so that no block runs forward twice; the others have checkpoints. *Everything combined* has four bits in the blocks, and 16 in embedding and norms.
 #
 # In the chart below read ×, not seconds: each × is against the baseline of the same turns.
 #

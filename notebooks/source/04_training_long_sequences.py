@@ -18,7 +18,7 @@
 # <!-- numbers:headline-04 -->
 # > **Llama 3.1 8B with QLoRA in 24 GB: a step on 135,015 tokens ran**, in 91 s on an H100 held to that memory, with five lines of code. By arithmetic up to 161,072 fit with embedding and norms in bf16, 64,614 with all that transformers and TRL have switches for, and 9,523 with checkpoints alone.
 # >
-# > **On two CPU cores: 1,589 → 92,346 tokens**, the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). It is about memory: the model knows 8,192 positions. That is **1.7 times as long** as with all the switches. Ours stand in for TRL's loss, and for transformers' offload, which needs a GPU. Eager attention in fp32 has room for 895.
+# > **On two CPU cores: 1,589 → 92,346 tokens**, the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). It is about memory: the model knows 8,192 positions. That is **1.7 times as long** as with all the switches (for which our loss and our offload stand in here). Eager attention in fp32 has room for 895.
 # >
 # > | in bf16 | longest text | time of blocks on 16,384 tokens |
 # > |---|--:|--:|
@@ -26,17 +26,20 @@
 # > | all switches of transformers and TRL | 54,182 | 1.30× (1.26–1.34) |
 # > | **the five lines** | **92,346** | 1.32× (1.28–1.34) |
 # >
-# > Inputs of blocks wait on disk in the last two; times are with copies beside the computation, and without the loss. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: for 4,096 tokens 2,170 MiB, and 2,170 in a real step, the longest of the whole model that ran. By a line through two shorter steps, one of 92,346 would take 2.6 hours on this machine.
+# > Inputs of blocks wait on disk in the last two; times are with copies beside the computation, and without the loss. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: at 4,096 tokens, the longest real step of the whole model, 2,170 MiB, and 2,170 in that step. By a line through two shorter steps, one of 92,346 would take 2.6 hours on this machine.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
 #
-# The step on 135,015 tokens had random weights, and 31 inputs × 135,015 × 4,096 × 2 bytes = 34 GB on the host. An RTX 4090 would take some 9 to 12 minutes for 131,072 tokens, [by arithmetic](#My-card,-my-model,-my-length:-what-do-I-do?).
+# A *checkpoint* here is no file: of a block only its input is kept, and the rest is computed again. On 135,015 tokens 31 inputs (the last of 32 stays) × 135,015 × 4,096 × 2 bytes = 34 GB wait on the host. That step had random weights, and Llama knows 131,072 positions. An RTX 4090 would take some 9 to 12 minutes for those, [by arithmetic](#What-do-16K-to-128K-take-on-24-GB?).
 #
-# **The five lines**, for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. They are the three calls and the two `with`. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.) Weights in fp32 take 16 bytes each with AdamW, so on 24 GB this is for up to about a billion (Llama 3.2 1B: [50,500 tokens](#My-card,-my-model,-my-length:-what-do-I-do?), by dry steps); for larger models there are [two ways below](#My-card,-my-model,-my-length:-what-do-I-do?).
+# **Which lines are yours?** Up to a billion weights and 50,000 tokens, with clipping: those below, all weights in fp32. Longer, or three billion: [all weights in 16 bits](#Two-ways-for-larger-models). Eight billion: [*QLoRA*](#Two-ways-for-larger-models). They are for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.)
+#
+# **The five lines** are the three calls and the two `with`. Weights in fp32 take 16 bytes each: weight, gradient and AdamW's two averages.
 #
 # ```python
 # # pip install "llm-training-recipes @ git+https://github.com/your-username/llm-training-recipes"
+# # (your-username: who holds your copy)
 # # Start Python with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment.
 # import torch
 # from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,7 +50,8 @@
 # name = "meta-llama/Llama-3.2-1B"  # or a folder
 # text = open("long.txt").read()
 # ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids  # [1, S]
-# ids = ids[:, :50_000].cuda()  # fills an empty RTX 4090; each GiB less takes 14,000 tokens
+# length = 50_000  # fills an empty RTX 4090; each GiB less takes 14,000 tokens
+# ids = ids[:, :length].cuda()
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda()
 # model.train()  # without it no chunks, and no checkpoints
 # optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
@@ -64,7 +68,7 @@
 # optimizer.zero_grad()  # and again from the first `with`, for each text
 # ```
 #
-# At 50,000 tokens 15 inputs × 50,000 × 2,048 × 4 bytes = 6 GB wait on the host. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#My-card,-my-model,-my-length:-what-do-I-do?).
+# At 50,000 tokens 15 inputs (of 16 blocks) × 50,000 × 2,048 × 4 bytes = 6 GB wait on the host. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#On-a-T4).
 #
 # | | |
 # |---|---|
@@ -72,7 +76,7 @@
 # | **You need** | Python and the basics of PyTorch; no GPU, no login |
 # | **Minutes to run** | nine to thirteen on two CPU cores, by how fast they are in that hour |
 # | **Minutes to read** | five for the tables of *My card*, 15 up to *What runs out*, which is all you need to act; 35 in all |
-# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB, for twelve steps of up to 135,015 tokens, which all fitted ([below](#Do-such-predictions-hold-on-a-card?)). No card has run the block above with its weights in fp32, nor that of *QLoRA* as printed (those steps had `model.activation_checkpointing_enable()`), nor the longest texts on 24 GB below, but for 3B with all weights: there a longer one ran |
+# | **Which hardware has run this** | two CPU cores; and an H100 held to the memory of 24 GB, for twelve steps of up to 135,015 tokens, which all fitted ([below](#Do-such-predictions-hold-on-a-card?)). No card has run the three blocks of lines exactly as printed |
 #
 # ## Setup
 #
@@ -399,6 +403,7 @@ apart = beside_plain(curves)
 # from trl import SFTConfig, SFTTrainer
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
+# name = "meta-llama/Llama-3.2-1B"  # or a folder
 # texts = Dataset.from_list([{"text": open("long.txt").read()}])
 # # Without a dtype the weights have that of the file, bf16, which rounds small updates away.
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
@@ -512,13 +517,15 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 #
 # ## My card, my model, my length: what do I do?
 #
-# Two ways to train, beside the block at the top:
+# ### Two ways for larger models
+#
+# Beside the block at the top:
 #
 # - *all weights*, in 16 bits. The optimizer takes its step inside of backward. That spares the gradients of all weights, and allows no clipping and no accumulation: each text is a step;
 # - *QLoRA*: adapters train, on a frozen base of 4 bits ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)).
 #
 # ```python
-# # All weights, with the imports, `name` and `ids` of the block at the top; cut `ids` at your length
+# # All weights, with the imports, `name`, `length` and `ids` of the block at the top
 # from functools import partial
 # from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 # from recipes_lib.precision.pure_bf16 import bf16_adamw
@@ -538,7 +545,7 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 # ```
 #
 # ```python
-# # QLoRA, with the imports, `name` and `ids` of the block at the top; cut `ids` at your length
+# # QLoRA, with the imports, `name`, `length` and `ids` of the block at the top
 # from recipes_lib.fine_tuning.qlora import apply_qlora
 # from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 #
@@ -558,7 +565,7 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 # optimizer.zero_grad()
 # ```
 #
-# The last block has 16 bits on the card before it packs them, 16 GB for 8B: more than about 11B are packed on the host, as [on a T4](#My-card,-my-model,-my-length:-what-do-I-do?). To save and to go on after a cut, take [the script](../scripts/train_long_sequences.py).
+# The last block has 16 bits on the card before it packs them, 16 GB for 8B: more than about 11B are packed on the host, as [on a T4](#On-a-T4). To save and to go on after a cut, take [the script](../scripts/train_long_sequences.py).
 #
 # **Do these two learn the same?** The lines of both blocks, each beside plain steps from the same start: weights in 16 bits in the model from above, and adapters on SmolLM2. A third run says what rounding alone does: other random numbers, by which an update of 16-bit weights is rounded, and adapters in fp32.
 
@@ -615,9 +622,19 @@ for method, (its_ways, build, lr) in on_24_gb.items():
 # %% [markdown]
 # With all weights the five lines are 0.004 away from the plain steps, and so are other random numbers. With *QLoRA* they are 0.008 away, and plain steps with the adapters in fp32 0.012. It is one seed, two small models, and eight steps on texts of 256 tokens: no long training was compared.
 #
-# *QLoRA* has its embedding and norms in bf16 here. In fp32, as peft's `prepare_model_for_kbit_training` leaves them, a short-text run had 0 to 5 more right answers of 64 after 240 steps, with three seeds ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)), and on 24 GB 91,400 tokens are left of 161,000 for 8B. So the entries below have bf16. Where 91,400 are enough, and the host has room for 31 inputs × 91,400 × 4,096 × 4 bytes = 46 GB, keep fp32: after `apply_qlora` set `weight.data = weight.data.float()` for each weight whose dtype is bf16.
+# *QLoRA* has its embedding and norms in bf16 here; peft's `prepare_model_for_kbit_training` leaves them in fp32. That had 0 to 5 more right answers of 64 after a run of 240 steps on short texts ([three seeds](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-rate?-Three-seeds)). It leaves 91,400 tokens of 161,000 for 8B on 24 GB, with 31 inputs × 91,400 × 4,096 × 4 bytes = 46 GB on the host. Where that is enough, write after `apply_qlora`:
 #
-# **The longest texts.** Each entry of the table has four lengths, in thousands of tokens, and each arrow adds a recipe:
+# ```python
+# for weight in model.parameters():
+#     if weight.dtype == torch.bfloat16:
+#         weight.data = weight.data.float()
+# ```
+#
+# The entries below have bf16.
+#
+# ### The longest texts
+#
+# Each entry of the table has four lengths, in thousands of tokens, and each arrow adds a recipe:
 #
 # 1. *checkpoints*;
 # 2. *a chunked loss*, too;
@@ -715,9 +732,22 @@ if shares:
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
+# **Your own model**, with the imports of the cell:
+#
+# ```python
+# from recipes_lib.core.model import model_without_weights
+#
+# model = model_without_weights("Qwen/Qwen3-4B", dtype=torch.bfloat16)
+# print(longest_text(model, card="L4", stack=(*FIVE_LINES, "QLoRA")))
+# ```
+#
 # What breaks first is the loss (for 3B with all weights a chunk of it is second, too). Behind it wait the inputs of the blocks, here the *activations*, and the one block that is computed again. With all five lines it is always that block.
 #
-# **What do 16K to 128K take on 24 GB?** In each field the first that fits, in the order checkpoints, chunked loss, tiles without an offload, offload, all five lines; the time of a step; and what waits on the host. (This order spares the host. Where it has room, try the offload before tiles: it is likely faster.) Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where there are tiles or an offload, else with a chunked loss. So the time of an offload alone is likely too long, for it has the rate of steps with tiles, and recipe 6 finds 2 to 5 % for an offload. (The slowest with the five lines was that of 3B, 15 s. By the step of 8B, 91 s, the long ones would take three quarters of it.)
+# ### What do 16K to 128K take on 24 GB?
+#
+# In each field the first that fits, in the order checkpoints, chunked loss, tiles without an offload, offload, all five lines; the time of a step; and what waits on the host. This order spares the host. Where it has room, try the offload before tiles.
+#
+# Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where there are tiles or an offload, else with a chunked loss. The slowest with the five lines was that of 3B, whose 15 s hold the pinning of 14 GB of host memory, too, which a run does once. By the rate of 8B, 91 s, its times are a quarter shorter.
 
 # %%
 # Of the rate in the data sheet, the slowest step with this stack. Short ones had not warmed up.
@@ -757,6 +787,8 @@ print(*[f"{share:.0%} with {stack}" for stack, share in reached.items()], sep=",
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
+# So a million tokens for 8B are 31 steps of 32K, 26 minutes, or 8 of 131K, 1.6 hours, by the same arithmetic.
+#
 # *The block at the top* has weights in fp32 and products in 16 bits, and so have *QLoRA*'s embedding and norms where they are kept in fp32. The arithmetic knows one precision at a time, so these lengths were found by bisection, and dry steps with that card's limit say how full it would be:
 
 
@@ -829,7 +861,9 @@ print(f"{small}, all five lines: {per_gib:,.0f} tokens for each GiB")
 # - The host has a limit, too. In the second table it is the last number of a field, with inputs in 16 bits; in fp32 they take twice that.
 # - Times are forward and backward at that rate, second forward and copies included. No RTX 4090 has run one.
 #
-# **On a T4**: it has no bf16, and its fast kernels refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are. So call `apply_flash_attention(model)` first. It copies keys and values for all heads, which the entries leave out. The block at the top then takes no `autocast`, and has room for half a billion weights. *QLoRA* multiplies in fp16, and packs before the model is on the card. No T4 has run these lines:
+# ### On a T4
+#
+# It has no bf16, and its fast kernels refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are. So call `apply_flash_attention(model)` first. It copies keys and values for all heads, which the entries leave out. The block at the top then takes no `autocast`, and has room for half a billion weights. *QLoRA* multiplies in fp16, and packs before the model is on the card. No T4 has run these lines:
 #
 # ```python
 # from recipes_lib.attention.flash import apply_flash_attention
@@ -851,7 +885,7 @@ print(f"{small}, all five lines: {per_gib:,.0f} tokens for each GiB")
 # | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
 # | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
 # | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` (with the block at the top, in fp32, take tiles first); where the host has no room, tiles without it | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
-# | the last | all five lines | 1.3 times the plain step, on two CPU cores at 2,048 and at 16,384 tokens; Unsloth reports 1.3 times for its tiles on a GPU |
+# | the last | all five lines | on two CPU cores 1.3 times the plain blocks, nearly all of it for checkpoints. On a GPU the parts are not timed apart: the H100 did 1.7 times as much per second with a chunked loss as with the five lines, pinning included |
 # | longer than the second, and the host has no room, as on a free Colab | the five lines without `offload_activations`, up to the first length of *24 GB, no offload*; up to its second `apply_nested_checkpointing(model, group=best_group(blocks))` of `recipes_lib.memory.nested_checkpointing` in place of the third call | one more forward; nested, nearly two |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else; Llama 3.1 and 3.2 are scaled already, and end at 131,072 | some loss within the trained length |
@@ -1098,7 +1132,7 @@ if hasattr(F, "linear_cross_entropy"):  # PyTorch's own, since 2.13
 # | a loop of your own | `apply_chunked_cross_entropy(model)`, or `F.linear_cross_entropy` |
 # | the logits themselves | no chunks |
 #
-# Ours is one call on a model of any family, and checks itself against the model's own loss. `F.linear_cross_entropy` needs `batch_chunk_size=256`: its default chunks are slow. Forward and backward of the loss alone:
+# Ours is one call on a model of any family, and checks itself against the model's own loss. `F.linear_cross_entropy` needs `batch_chunk_size=256`: on this CPU its defaults are slow. Forward and backward of the loss alone, on few tokens (so that 256 rows are one chunk):
 
 # %%
 from recipes_lib.workflows.bench.kernels import compare_losses
@@ -1296,7 +1330,7 @@ print(
 )
 
 # %% [markdown]
-# With k = 4 the last of 8 groups has two blocks. So 10 inputs are there at once, and as many with k = 5 and 6. transformers, TRL, Axolotl and Unsloth have no switch for it: they offload the inputs instead, which is the next recipe. *Not when* the inputs fit into host memory.
+# With k = 4 the last of 8 groups has two blocks. The inputs of 7 groups wait, and 3 inside the group that is computed again: 10, and as many with k = 5 and 6. transformers, TRL, Axolotl and Unsloth have no switch for it: they offload the inputs instead, which is the next recipe. *Not when* the inputs fit into host memory.
 #
 # ### 6. Offloaded inputs
 #
@@ -1338,7 +1372,7 @@ for row in ("+ nested checkpoints", "+ tiled MLP"):
 print(f"without tiles, by the equation: {longest_by(untiled_away):,} tokens")
 
 # %% [markdown]
-# To the guess: 1.5 times as long as nested checkpoints, and without tiles less than half of that. *+ offloaded inputs* replaces *+ nested checkpoints*: the other answer to the same question, without the additional forward.
+# To the guess: 1.5 times as long as nested checkpoints, and without tiles less than half as long. *+ offloaded inputs* replaces *+ nested checkpoints*: the other answer to the same question, without the additional forward.
 #
 # **The line you will write tomorrow**: `model.activation_checkpointing_enable(offload=True)`, since [transformers 5.17](https://github.com/huggingface/transformers/pull/48444). It needs a GPU, and the computation waits for each copy. TRL's and Axolotl's copy beside it, as ours does with `in_flight=1`; ours also goes to disk. This row waits, which takes the least memory.
 #
@@ -1359,7 +1393,7 @@ for which, (layers_of, width), tokens, memory, clock in measured_by_others:
     print(f"time +{clock[1] / clock[0] - 1:.1%}")
 
 # %% [markdown]
-# The arithmetic is right to 0.2 GiB. The price is 2 to 5 % of the time. From 16,384 to 65,536 tokens it falls: computing grows with S² per block, and the copies with S. *Not when* the link is slow and the text short.
+# The arithmetic is right to 0.2 GiB. The price is 2 to 5 % of the time. From 16,384 to 65,536 tokens it falls: computing grows faster than the text, and the copies as it does. *Not when* the link is slow and the text short.
 #
 # ## The five lines
 #
@@ -1470,7 +1504,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 #
 # **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table of that day promised on 24 GB. All twelve fitted. (Longer ones were left out to save time.)
 #
-# The predictions beside them were made *after* the run, by code that it had corrected in two places: what FlashAttention's backward adds up, and what QLoRA's adapters read under a GPU's autocast. So they show that the account is complete now, and are no forecast: the lengths of *QLoRA* with a chunked loss were meant to fill 22 GiB, and filled 16.3 to 18.5. For the same reason five of the lengths differ from today's table. Of today's lengths with all five lines, 3B with all weights (43K) is below a step that ran (53,513), 8B with *QLoRA* (161K) a fifth above one (135,015), and none of the others has run. (That run had `model.activation_checkpointing_enable()`, which keeps one input more than the block for *QLoRA* above.) Below five seconds the seconds say nothing: no step had warmed up.
+# The predictions beside them were made *after* the run, by code that it had corrected in two places, so they are no forecast: they show that the account is complete now. Five of the lengths differ from today's table for that reason. Of today's longest texts 3B (43K) is below a step that ran, and 8B (161K) a fifth above one; none of the others has run. Below five seconds the seconds say nothing: no step had warmed up.
 #
 # <!-- numbers:lengths_on_a_card-04 -->
 # | model, what trains, lines | tokens | predicted, GiB | measured, GiB | difference | seconds |
@@ -1504,7 +1538,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 # | + tiled MLP | 1,200,000 | 1,468,783 | +22% |
 # <!-- end -->
 #
-# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. The offload gave 2.2 times, where the equation says 1.8, and the tiles 1.8, where it says 3.0. So with DeepSpeed, Liger or FlashAttention 3 expect tiles to give 1.8 times, and not 3; and the 2.5 times of 8B above may be less there. (The equation knows the operators of PyTorch. What theirs keep we could not see.)
+# On their card, too, each recipe makes the text 1.8 to 4.6 times as long. The offload gave 2.2 times, where the equation says 1.8, and the tiles 1.8, where it says 3.0. So with DeepSpeed, Liger or FlashAttention 3 expect tiles to give 1.8 times, and not 3; and the 2.5 times of 8B (161K / 65K) may be less there. (The equation knows the operators of PyTorch. What theirs keep we could not see.)
 #
 # A stack with more kernels of its own, [Unsloth](https://docs.unsloth.ai/basics/unsloth-benchmarks), reports for 8B *QLoRA* 78,475 tokens on 24 GB and 342,733 on 80, without tiles. With tiles it reports [500K and more in place of 290K](https://docs.unsloth.ai/new/500k-context-length-fine-tuning) for gpt-oss-20b on an H100.
 #

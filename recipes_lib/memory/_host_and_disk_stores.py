@@ -16,7 +16,7 @@ import contextlib
 import functools
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,10 @@ import torch
 
 from recipes_lib.core.checks import check_choice
 from recipes_lib.core.measure.dry_run import dry, pretends_a_card
+
+# Of what is pinned together PyTorch takes the next power of two: 2 GiB for 1.1. In pieces of this
+# size only the last one is rounded up.
+PIECE = 64 * 2**20  # bytes
 
 # /tmp may be memory; /var/tmp is meant to survive a restart.
 DIRECTORY = "/var/tmp" if Path("/var/tmp").is_dir() else tempfile.gettempdir()
@@ -87,8 +91,8 @@ class SavedStorage:
 class HostStore:
     """Pinned memory, copied to and from on a second CUDA stream.
 
-    PyTorch takes the next power of two for each storage, and keeps it for the next step, which
-    needs the same sizes again. `core.measure.free_memory.release_memory` gives it back to the host.
+    PyTorch keeps it for the next step, which needs the same sizes again;
+    `core.measure.free_memory.release_memory` gives it back to the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -97,19 +101,27 @@ class HostStore:
 
     def send(self, saved: SavedStorage) -> None:
         """Start to copy a storage to the host."""
-        saved.copy = torch.empty(saved.size, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._start(saved, source=saved.bytes, target=saved.copy)
+        there = saved.bytes.split(PIECE)
+        saved.copy = [torch.empty_like(each, device="cpu", pin_memory=True) for each in there]
+        self._start(saved, sources=there, targets=saved.copy)
 
     def fetch(self, saved: SavedStorage) -> None:
         """Start to copy a storage back from the host."""
         saved.bytes = torch.empty(saved.size, dtype=torch.uint8, device=self.device)
-        self._start(saved, source=saved.copy, target=saved.bytes)
+        self._start(saved, sources=saved.copy, targets=saved.bytes.split(PIECE))
 
-    def _start(self, saved: SavedStorage, *, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Start a copy to the host or back, on the store's own stream."""
-        self.stream.wait_stream(self._computing())  # which may still write the source
+    def _start(
+        self,
+        saved: SavedStorage,
+        *,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> None:
+        """Start the copies to the host or back, on the store's own stream."""
+        self.stream.wait_stream(self._computing())  # which may still write the sources
         with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
         copied = self.stream.record_event()
         # Device memory belongs to the computing stream. It waits before it frees any, so there is
         # no need for `record_stream`.
