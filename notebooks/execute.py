@@ -12,6 +12,7 @@ import argparse
 import ast
 import os
 import pkgutil
+import re
 import signal
 import sys
 import time
@@ -76,7 +77,8 @@ def build(source: Path) -> NotebookNode:
 def title(cells: list[NotebookNode], index: int) -> str:
     """The heading above a code cell, or the comment that the cell begins with."""
     above = cells[index - 1] if index else cells[0]
-    lines = above.source.splitlines() if above.cell_type == "markdown" else []
+    text = above.source if above.cell_type == "markdown" else ""
+    lines = re.sub("```.*?```", "", text, flags=re.DOTALL).splitlines()  # no comments of its code
     headings = [line.lstrip("# ") for line in lines if line.startswith("#")]
     if headings:
         return headings[-1]
