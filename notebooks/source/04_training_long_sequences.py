@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **Llama 3.1 8B with QLoRA in 24 GB: a step on 135,015 tokens ran**, in 91 s on an H100 held to that memory, with five lines of code. By arithmetic up to 161,072 fit with embedding and norms in bf16, 64,614 with all that transformers and TRL have switches for, and 9,523 with checkpoints alone.
+# > **Llama 3.1 8B with QLoRA in 24 GB: a step on 135,015 tokens ran**, in 91 s on an H100 held to that memory, with five lines of code. By arithmetic up to 161,072 fit with embedding and norms in bf16, 64,614 without tiles, with all that transformers and TRL have switches for, and 9,523 with checkpoints alone.
 # >
 # > **On two CPU cores: 1,589 → 92,346 tokens**, the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). It is about memory: the model knows 8,192 positions. That is **1.7 times as long** as with all the switches (for which our loss and our offload stand in here). Eager attention in fp32 has room for 895.
 # >
@@ -26,12 +26,12 @@
 # > | all switches of transformers and TRL | 54,182 | 1.30× (1.26–1.34) |
 # > | **the five lines** | **92,346** | 1.32× (1.28–1.34) |
 # >
-# > Inputs of blocks wait on disk in the last two; times are with copies beside the computation, and without the loss. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: at 4,096 tokens, the longest real step of the whole model, 2,170 MiB, and 2,170 in that step. By a line through two shorter steps, one of 92,346 would take 2.6 hours on this machine.
+# > Inputs of blocks wait on disk in the last two: lengths with the offload that waits, times with copies beside the computation, and without the loss. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: at 4,096 tokens, the longest real step of the whole model, they say 2,170 MiB, and it took 2,170. By a line through two shorter steps, one of 92,346 would take 2.6 hours on this machine.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
 #
-# A *checkpoint* here is no file: of a block only its input is kept, and the rest is computed again. On 135,015 tokens 31 inputs (the last of 32 stays) × 135,015 × 4,096 × 2 bytes = 34 GB wait on the host. That step had random weights, and Llama knows 131,072 positions. An RTX 4090 would take some 9 to 12 minutes for those, [by arithmetic](#What-do-16K-to-128K-take-on-24-GB?).
+# Memory holds weights, gradients, the optimizer's averages (*states*), and what forward keeps (*activations*). Only the last grows with the text, and the five lines shrink it. A *checkpoint* here is no file: of a block only its input is kept, and the rest is computed again. On 135,015 tokens 31 inputs (the last of 32 stays) × 135,015 × 4,096 × 2 bytes = 34 GB wait on the host. That step had random weights, and Llama knows 131,072 positions. An RTX 4090 would take some 9 to 12 minutes for those, [by arithmetic](#What-do-16K-to-128K-take-on-24-GB?). On the H100 the five lines computed 1.7 times less per second than a chunked loss alone (16 and 28 % of its data sheet's rate); their parts are not timed apart.
 #
 # **Which lines are yours?** Up to a billion weights and 50,000 tokens, with clipping: those below, all weights in fp32. Longer, or three billion: [all weights in 16 bits](#Two-ways-for-larger-models). Eight billion: [*QLoRA*](#Two-ways-for-larger-models). They are for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.)
 #
@@ -39,7 +39,7 @@
 #
 # ```python
 # # pip install "llm-training-recipes @ git+https://github.com/your-username/llm-training-recipes"
-# # (your-username: who holds your copy)
+# # (your-username: who holds your copy; for QLoRA also bitsandbytes, for TRL trl and peft)
 # # Start Python with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment.
 # import torch
 # from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,8 +50,7 @@
 # name = "meta-llama/Llama-3.2-1B"  # or a folder
 # text = open("long.txt").read()
 # ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids  # [1, S]
-# length = 50_000  # fills an empty RTX 4090; each GiB less takes 14,000 tokens
-# ids = ids[:, :length].cuda()
+# length = 50_000  # fills an empty RTX 4090; each GiB less takes 14,000 tokens: 27_000 on an L4
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda()
 # model.train()  # without it no chunks, and no checkpoints
 # optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
@@ -59,13 +58,15 @@
 # apply_chunked_cross_entropy(model)                        # no table of logits
 # apply_tiled_mlp(model, norms=True)                        # an MLP sees some tokens at a time
 # model.activation_checkpointing_enable()                   # of a block only its input stays,
-# with offload_activations(model, to="host", in_flight=1):  # and that input waits in host memory
-#     with torch.autocast("cuda", torch.bfloat16):          # products in 16 bits
-#         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-#     loss.backward()
-# torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-# optimizer.step()
-# optimizer.zero_grad()  # and again from the first `with`, for each text
+# for piece in ids.cuda().split(length, dim=1):
+#     with offload_activations(model, to="host", in_flight=1):  # and that input waits on the host
+#         with torch.autocast("cuda", torch.bfloat16):          # products in 16 bits
+#             loss = model(input_ids=piece, labels=piece, use_cache=False).loss
+#         loss.backward()
+#     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+#     optimizer.step()
+#     optimizer.zero_grad()
+#     print(f"{loss.item():.3f}, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 # ```
 #
 # At 50,000 tokens 15 inputs (of 16 blocks) × 50,000 × 2,048 × 4 bytes = 6 GB wait on the host. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#On-a-T4).
@@ -525,7 +526,9 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 # - *QLoRA*: adapters train, on a frozen base of 4 bits ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)).
 #
 # ```python
-# # All weights, with the imports, `name`, `length` and `ids` of the block at the top
+# # All weights, with the imports, `name` and `ids` of the block at the top. 40,000 tokens are for
+# # 3B on 24 GB; else the last number of your entry below.
+# ids = ids[:, :40_000].cuda()
 # from functools import partial
 # from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 # from recipes_lib.precision.pure_bf16 import bf16_adamw
@@ -545,7 +548,8 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 # ```
 #
 # ```python
-# # QLoRA, with the imports, `name`, `length` and `ids` of the block at the top
+# # QLoRA, with the imports, `name` and `ids` of the block at the top, cut as there
+# ids = ids[:, :131_072].cuda()  # 8B on 24 GB
 # from recipes_lib.fine_tuning.qlora import apply_qlora
 # from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 #
@@ -741,11 +745,11 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 # print(longest_text(model, card="L4", stack=(*FIVE_LINES, "QLoRA")))
 # ```
 #
-# What breaks first is the loss (for 3B with all weights a chunk of it is second, too). Behind it wait the inputs of the blocks, here the *activations*, and the one block that is computed again. With all five lines it is always that block.
+# What breaks first is the loss . Behind it wait the inputs of the blocks, here the *activations*, and the one block that is computed again. With all five lines it is always that block.
 #
 # ### What do 16K to 128K take on 24 GB?
 #
-# In each field the first that fits, in the order checkpoints, chunked loss, tiles without an offload, offload, all five lines; the time of a step; and what waits on the host. This order spares the host. Where it has room, try the offload before tiles.
+# In each field the first that fits, in the order checkpoints, chunked loss, tiles without an offload, offload, all five lines (*+ tiles*); the time of a step; and what waits on the host. This order spares the host. Where it has room, try the offload before tiles.
 #
 # Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where there are tiles or an offload, else with a chunked loss. The slowest with the five lines was that of 3B, whose 15 s hold the pinning of 14 GB of host memory, too, which a run does once. By the rate of 8B, 91 s, its times are a quarter shorter.
 
@@ -861,23 +865,7 @@ print(f"{small}, all five lines: {per_gib:,.0f} tokens for each GiB")
 # - The host has a limit, too. In the second table it is the last number of a field, with inputs in 16 bits; in fp32 they take twice that.
 # - Times are forward and backward at that rate, second forward and copies included. No RTX 4090 has run one.
 #
-# ### On a T4
-#
-# It has no bf16, and its fast kernels refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are. So call `apply_flash_attention(model)` first. It copies keys and values for all heads, which the entries leave out. The block at the top then takes no `autocast`, and has room for half a billion weights. *QLoRA* multiplies in fp16, and packs before the model is on the card. No T4 has run these lines:
-#
-# ```python
-# from recipes_lib.attention.flash import apply_flash_attention
-# from recipes_lib.fine_tuning.qlora import apply_qlora, quantize_nf4
-#
-# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16).train()  # on the host: 16 GB for 8B, which a free Colab has not; 6.4 for 3B
-# quantize_nf4(model, compute_dtype=torch.float16, device="cuda")
-# model = apply_qlora(apply_flash_attention(model.to("cuda")))  # packed already: adds adapters
-# scaler = torch.amp.GradScaler()
-# # Then as above, with autocast in torch.float16, and for backward and step:
-# scaler.scale(loss).backward()
-# scaler.step(optimizer)
-# scaler.update()
-# ```
+# ### Which row is yours
 #
 # | if | then | it costs |
 # |---|---|---|
@@ -910,6 +898,24 @@ print(*[line for line in diagnosis.lines if "import" not in line], sep="\n")
 
 # %% [markdown]
 # (The list is the equation, here 5 % above the dry step that checks it.) The doctor takes LoRA before *QLoRA*, because its base is not rounded; so its inputs wait on the host. The last command is for that stack, and is run in a clone of the repository: [the five lines in one flat file](../scripts/train_long_sequences.py), on a text of yours. No GPU has run it. *QLoRA* fits without an offload, because 32K lies below the second length of its entry (34K): `--method qlora`, without `--inputs host`.
+#
+# ### On a T4
+#
+# It has no bf16, and its fast kernels refuse models with fewer heads of keys than of queries, as Llama 3 and Qwen3 are. So call `apply_flash_attention(model)` first. It copies keys and values for all heads, which the entries leave out. The block at the top then takes no `autocast`, and has room for half a billion weights. *QLoRA* multiplies in fp16, and packs before the model is on the card. No T4 has run these lines:
+#
+# ```python
+# from recipes_lib.attention.flash import apply_flash_attention
+# from recipes_lib.fine_tuning.qlora import apply_qlora, quantize_nf4
+#
+# model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16).train()  # on the host: 16 GB for 8B, which a free Colab has not; 6.4 for 3B
+# quantize_nf4(model, compute_dtype=torch.float16, device="cuda")
+# model = apply_qlora(apply_flash_attention(model.to("cuda")))  # packed already: adds adapters
+# scaler = torch.amp.GradScaler()
+# # Then as above, with autocast in torch.float16, and for backward and step:
+# scaler.scale(loss).backward()
+# scaler.step(optimizer)
+# scaler.update()
+# ```
 #
 # <!-- numbers:gpu-04 -->
 # <!-- end -->
@@ -1504,7 +1510,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 #
 # **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table of that day promised on 24 GB. All twelve fitted. (Longer ones were left out to save time.)
 #
-# The predictions beside them were made *after* the run, by code that it had corrected in two places, so they are no forecast: they show that the account is complete now. Five of the lengths differ from today's table for that reason. Of today's longest texts 3B (43K) is below a step that ran, and 8B (161K) a fifth above one; none of the others has run. Below five seconds the seconds say nothing: no step had warmed up.
+# The predictions beside them were made *after* the run, by code that it had corrected in two places, so they are no forecast: they show that it accounts for these twelve. Five of the lengths differ from today's table for that reason. Of today's longest texts 3B (43K) is below a step that ran, and 8B (161K) a fifth above one; none of the others has run. Below five seconds the seconds say nothing: no step had warmed up. That run pinned whole inputs, which PyTorch rounds up to a power of two: 67 GB for the last row. Today's lines pin pieces of 64 MiB, 34 GB, which no card has run.
 #
 # <!-- numbers:lengths_on_a_card-04 -->
 # | model, what trains, lines | tokens | predicted, GiB | measured, GiB | difference | seconds |
