@@ -16,7 +16,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **A training step of SmolLM2-135M on 24 texts of 72 tokens takes 4,727 MiB with all weights in fp32. With what fits together: 1,141 MiB for all weights (-76%, in 0.98× (0.89–1.02) the time), and 281 MiB for adapters on four bits (-94%, in 0.69× (0.62–0.72) the time).**
+# > **A training step of SmolLM2-135M takes 4,727 MiB with all weights in fp32. With what fits together: 1,141 MiB for all weights (-76%, in 0.98× (0.89–1.02) the time), and 281 MiB for adapters on four bits (-94%, in 0.69× (0.62–0.72) the time).**
 # >
 # > | what trains | recipes | peak, MiB | memory | time | H100, 1 billion |
 # > |---|---|--:|--:|--:|--:|
@@ -27,10 +27,12 @@
 # > | adapters, the smallest | that, with the embedding in 16 bits, too, and compiled blocks | 281 | -94% | 0.69× (0.62–0.72) | |
 # > | *what is often promised for all together* | | | -70% | 0.20× | |
 # >
-# > Of the tokens 13 % carry a loss; where all do, a loss in chunks saves less time. The H100 took the shape of Llama 3.2 1B and 8,192 tokens, 57,144 MiB and 0.33 s in fp32; its times are medians of three steps, without turns. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
+# > The H100 took the shape of Llama 3.2 1B and 8,192 tokens, 57,144 MiB and 0.33 s in fp32; its times are medians of three steps, without turns. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
+#
+# A step on the CPU has 24 texts of 72 tokens. 13 % of the tokens carry a loss; where all do, a loss in chunks saves less time.
 #
 # A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model, SmolLM2-135M, in many ways, predicts the memory of each way, measures it, and compares gradients, weights or losses with those of the plain step: most recipes leave the training as it is, and the prints say which do not.
 #
