@@ -489,7 +489,7 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
     in_trl[which] = max(abs(a - b) for a, b in zip(*pair))
 
 # %% [markdown]
-# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. No length below is of TRL's *QLoRA*: begin with the second one of your entry (34K for 8B on 24 GB), and go down if it fails.
+# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. No length below is of TRL's *QLoRA*: begin with the length of a chunked loss in [the table below](#The-longest-texts), 34K for 8B on 24 GB, and go down if it fails.
 #
 # **With Axolotl or Unsloth** tiles of the MLP are a switch, too: `unsloth_tiled_mlp=True` in Unsloth's `from_pretrained` ([its post](https://docs.unsloth.ai/new/500k-context-length-fine-tuning)), and in Axolotl ([its page](https://github.com/axolotl-ai-cloud/axolotl/blob/19e03744e01f1f2be0768e3dd8554fef8674f2f0/docs/gradient_checkpointing.qmd)) these lines. We have run neither.
 #
@@ -961,7 +961,7 @@ print(f"b     {b / 1024:,.0f} KiB per token")
 print(f"longest text: {longest_by(eager_terms):,} tokens")
 
 # %% [markdown]
-# Check it by hand. Fixed are weights and states, 513 + 1,026 MiB. The scores are 9 heads × 30 layers × 512² pairs × 4 bytes = 270 MiB, a part of the activations. The loss is 512 tokens × 49,152 logits × 4 bytes × 3 = 288 MiB, because it needs this table three times. With $a$ and $b$ the limit is a quadratic equation for $S$, and its root is the length printed above. The terms add up to more than the peak, because gradients come when activations go.
+# Check it by hand. Fixed are weights and states, 513 + 1,026 MiB. The scores are 9 heads × 30 layers × 512² pairs × 4 bytes = 270 MiB, a part of the activations. The loss is 512 tokens × 49,152 logits × 4 bytes × 3 = 288 MiB, because it needs this table three times: the logarithms, their gradients, and those of the logits. With $a$ and $b$ the limit is a quadratic equation for $S$, and its root is the length printed above. The terms add up to more than the peak, because gradients come when activations go.
 #
 # ## Baseline: every score is stored
 #
