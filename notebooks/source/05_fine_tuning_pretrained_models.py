@@ -18,20 +18,20 @@
 # <!-- numbers:headline-05 -->
 # > **0 → 63 of 64 answers right with full fine-tuning, and 60 with LoRA in 22% of its peak memory**, to the letter, on new sentences, after 192 steps on the same 288 pairs; one seed. A rule that copies the time as it stands gets 32, and a prompt with four examples 1.
 # >
-# > | way | rate | steps | right, of 64 (95 %) | of the 32 that the rule gets wrong | perplexity of Python source code | of English prose | peak of a step, MiB | time of a step |
+# > | way | rate | steps | right, of 64 (95 %) | of the 32 that the rule gets wrong | perplexity of Python source code, after / before | of English prose | peak of a step, MiB | time of a step |
 # > |---|--:|--:|--:|--:|--:|--:|--:|--:|
 # > | full fine-tuning | 3e-05 | 192 | 63 (59–64) | 32 | × 1.04 | × 1.04 | 2,161 | 1.00× (1.00–1.30) |
 # > | LoRA | 3e-04 | 192 | 60 (54–62) | 31 | × 1.43 | × 1.54 | 481 | 0.65× (0.65–0.82) |
 # > | QLoRA | 3e-04 | 192 | 35 (27–42) | 9 | × 1.78 | × 2.09 | 331 | 0.86× (0.86–1.06) |
 # >
-# > Full fine-tuning has fp32 weights and bf16 autocast. Peaks and times are of the plain loss, on CPU cores; the runs took the loss of section 4, which needs less. With 480 pairs and 3 seeds full fine-tuning has 63, 63, 62 right, LoRA 62, 64, 63, and LoRA of rank 16 62, 62, 63 with source code mixed in and twice the steps; what that does to the perplexity is in section 5.
+# > Full fine-tuning has fp32 weights and bf16 autocast; LoRA a base in bf16 and adapters in fp32. Peaks and times are of the plain loss, on CPU cores; the runs took the loss of section 4, which needs less. With 480 pairs and 3 seeds full fine-tuning has 63, 63, 62 right, LoRA of rank 4, as here, 62, 64, 63, and LoRA of rank 16 62, 62, 63 with source code mixed in and twice the steps; what that does to the perplexity is in section 5.
 # >
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
 #
 # A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA rounds a second time: read its row as a warning, and not as its price on 16-bit weights.
 #
-# **In a hurry?** [The loop](#The-loop) is what trains on this page, and [a script](#A-script-to-copy) does the same with TRL. [The run](#5.-The-run:-does-the-model-learn-the-task?) shows what each way learned and forgot, and [three seeds](#Which-rate?-Three-seeds) which rate, rank and layers, and how LoRA kept the source code that was mixed in. [Settings](#Which-settings-matter?) and [cards](#Which-card?) are two tables.
+# **In a hurry?** [The loop](#The-loop) is what trains on this page, and [a script](#A-script-to-copy) does the same with TRL. [The run](#5.-The-run:-does-the-model-learn-the-task?) shows what each way learned and forgot, and [three seeds](#Which-rate?-Three-seeds) which rate, rank and layers, and what source code that was mixed in does. [Settings](#Which-settings-matter?) and [cards](#Which-card?) are two tables.
 #
 # | | |
 # |---|---|
@@ -713,7 +713,7 @@ del theirs, ours
 climb("QLoRA", with_qlora)
 
 # %% [markdown]
-# 121 that stay + 152 + 59 = 332 MiB, and 331 are counted. Before training, the loss on this batch is 0.287 nats above that of full fine-tuning. LoRA's is no higher. The difference is the price of a second rounding, on three rows. Use four bits only where the 16-bit weights do not fit.
+# 121 that stay + 152 + 59 = 332 MiB, and 331 are counted. Before training, the loss on this batch is 0.287 nats above that of full fine-tuning. LoRA's is no higher. The difference is the price of a second rounding, on three rows. Use four bits only where the 16-bit weights do not fit (a caution: no weights in 16 bits were rounded here).
 #
 # `prepare_model_for_kbit_training` is not called: it turns checkpointing on (blocks are [computed twice](#Which-card?)), and makes the embedding fp32, which doubles its bytes. `apply_qlora` also closes a trap of bitsandbytes on CPUs ([TRAPS.md](../TRAPS.md)).
 #
@@ -903,9 +903,9 @@ for name, found in after.items():
         print(f"  {questions[number]['prompt']}\n    {found.answers[number]}")
 
 # %% [markdown]
-# **What was learned.** The rule that copies gets none of the changed hours, so look at those: full fine-tuning has all 32, LoRA 31 and QLoRA 9. All three have learned the form. What is wrong is the hour: in each of LoRA's 4 wrong answers, as 10:20 am → 00:20, and in 24 of QLoRA's 29. In 6 of these 29 the task is wrong. In the picture the loss falls to about 0.1 in thirty to forty steps: the form without the clock. With all weights it falls on, to one or two thousandths. The held-out losses have the order of the ways, and do not say how many answers are right: judge by the score.
+# **What was learned.** The rule that copies gets none of the changed hours, so look at those: full fine-tuning has all 32, LoRA 31 and QLoRA 9. All three have learned the form. What is wrong is the hour: in each of LoRA's 4 wrong answers, as 10:20 am → 00:20, and in 24 of QLoRA's 29. In 6 of these 29 the task is wrong. In the picture the loss falls to about 0.1 in thirty to forty steps: the form without the clock. With all weights it goes on falling, to one or two thousandths. The held-out losses have the order of the ways, and do not say how many answers are right: judge by the score.
 #
-# **What was forgotten.** Full fine-tuning at this small rate predicts both other kinds of text nearly as well as before, × 1.04. LoRA has × 1.43 for source code and × 1.54 for prose, and QLoRA × 1.78 and × 2.09, of which the rounding alone is × 1.26 and × 1.34. A frozen base does not protect what the model knew, for the adapters act on all text. Look at text that the model must keep, and mix such text in: that [cured it](#Which-rate?-Three-seeds) for source code; whether the model still chats was not measured.
+# **What was forgotten.** Full fine-tuning at this small rate predicts both other kinds of text nearly as well as before, × 1.04. LoRA has × 1.43 for source code and × 1.54 for prose, and QLoRA × 1.78 and × 2.09, of which the rounding alone is × 1.26 and × 1.34. A frozen base does not protect what the model knew, for the adapters act on all text. Look at text that the model must keep, and mix such text in: so [source code improved](#Which-rate?-Three-seeds); what it does to text that is not mixed in was not tested.
 #
 # **LoRA or all weights?** Here all weights, if they fit: they learn as much (60 and 63 are not told apart by one seed, and three seeds on 480 pairs say the same), and forget less than LoRA at 3e-4. LoRA at 1e-4 forgets little, too, and had not learned the task after 240 steps; longer runs of it were not tried. What LoRA saves is memory, 78 % of the peak, and a part of the time of a step. It learns later: where its score is low, try a longer run before you leave it. Biderman et al. found the other order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. So try both, each at a rate of its own.
 #
@@ -988,7 +988,7 @@ for kind, rows in other_texts.items():
 del trainer
 
 # %% [markdown]
-# In [the script](#A-script-to-copy) these lines go behind `parts`; then give the trainer `train_dataset=mixed` and `eval_dataset=watched`, and the settings five rows in a step and `num_train_epochs=4`:
+# In [the script](#A-script-to-copy) these lines go after `parts`; then give the trainer `train_dataset=mixed` and `eval_dataset=watched`, and the settings five rows in a step and `num_train_epochs=4`:
 #
 # ```python
 # from datasets import Dataset
@@ -1221,7 +1221,7 @@ del model, output
 # | **learning rate** | LoRA 3e-4, with billions of weights 1e-4 to 2e-4; all weights 3e-5, with billions 1e-5 (billions: not run here) | decides what is learned and what is forgotten: section 5 |
 # | **pairs** | as many as you can check | the score says when it is enough |
 # | **what trains** | all linear layers | attention alone learned far less: section 5. Name the layers where a model has experts: section 8 |
-# | rank and alpha | 4 and 32; with many thousand pairs 16 or more (not run here) | few pairs need no more. Rate and alpha / r go together: who takes another alpha looks for the rate again |
+# | rank and alpha | 4 and 32 for some hundred pairs; 16 and 32 above (not run) | few pairs need no more. Rate and alpha / r go together: who takes another alpha looks for the rate again |
 # | rows in a step | 4 to 32 (3 here, for a CPU) | adapters like large batches less than all weights do (LoRA Without Regret) |
 # | epochs, times through all pairs | 2 or more | 2 and 4, each a whole run in a folder of its own, because the rate falls to zero at its end; where the score is the same, keep what forgets less |
 # | text of other kinds | one row in five, of about 2.5 times the tokens of one answer, and twice the steps | source code that was mixed in ended better than it began (rank 16; with 4 not run): section 5 |
@@ -1235,7 +1235,7 @@ del model, output
 # **How far predictions of this kind hold elsewhere.** 12 steps on an H100 that was limited to 24 GB, of up to 8 billion weights, are predicted on a CPU to 0.1% at most, after two faults that they showed were mended. Of 41 peaks that others have published, 37 are within 5 %; of 8 of them reserved bytes are known, too, +4% to +25% beside those of tensors, 7 of them within the fifth ([predicted peaks](../docs/predictions.md)).
 # <!-- end -->
 #
-# One of these steps was *QLoRA* with checkpoints, 8 billion weights, one row of 9,523 tokens: 21.97 GiB predicted and measured, 1.6 s. At that speed 2,000 pairs of 500 tokens take six minutes for two passes, by arithmetic; a card of 24 GB is slower.
+# One of these steps was *QLoRA* with checkpoints, 8 billion weights, one row of 9,523 tokens: 21.97 GiB predicted and measured, 1.6 s. At that speed 2,000 pairs of 500 tokens take six minutes for two passes if they are packed, by arithmetic; a card of 24 GB is slower.
 
 # %%
 from recipes_lib.core.model import model_of_shape
@@ -1254,7 +1254,7 @@ for card in ("T4", "RTX 4090", "H100"):
 # | card | train 8 billion |
 # |---|---|
 # | 16 GB, T4 | QLoRA with checkpointing, in fp16, 9.7 GiB |
-# | 24 GB | LoRA on a base in 16 bits, 20.4 GiB of tensors for four rows of 2,048 tokens, and up to a quarter more with what PyTorch reserves: take the script with `gradient_checkpointing=True`, `per_device_train_batch_size=1` and `gradient_accumulation_steps=4`; or QLoRA without it, one row at a time, 20.2 GiB; for longer rows QLoRA with it: 9.7 GiB, as in the line of the T4 (TRL's loss is in chunks by default). |
+# | 24 GB | LoRA on a base in 16 bits: the script with `gradient_checkpointing=True`, one row at a time and `gradient_accumulation_steps=4` (20.4 GiB of tensors are for four rows of 2,048 tokens at once; 16.8 for one, by [notebook 01](../notebooks/01_large_models_limited_hardware.ipynb)). If that fails, QLoRA with checkpointing, 9.7 GiB for four such rows |
 # | 80 GB | LoRA, as on 24 GB; all weights only in 16 bits with stochastic rounding (`bf16_adamw`), one row at a time |
 # | 2 × 80 GB, by arithmetic | all weights in fp32, 16 bytes for each: 8 · 16 = 128 GB in two halves ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) |
 #
