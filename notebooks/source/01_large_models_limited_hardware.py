@@ -296,7 +296,7 @@ timeline_chart(
 # All bytes here are those of tensors. On a GPU leave a fifth more for holes between them, and half a GiB for CUDA itself. The fifth is a rule of thumb; `torch.cuda.max_memory_reserved()` shows what it is on yours, and `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment leaves fewer holes.
 #
 # <!-- numbers:held_elsewhere-01 -->
-# **How far predictions of this kind hold elsewhere.** 12 steps on an H100 that was limited to 24 GB, of up to 8 billion weights, are predicted on a CPU to 0.1% at most, after two faults that they showed were mended. Of 41 peaks that others have published, 37 are within 5 %; of 8 of them reserved bytes are known, too, +4% to +25% beside those of tensors, 7 of them within the fifth ([predicted peaks](../docs/predictions.md)).
+# **How far predictions of this kind hold elsewhere.** 12 steps on an H100 that was limited to 24 GB, of up to 8 billion weights, are predicted on a CPU to 0.1% at most, after two faults that they showed were mended. Of 41 peaks that others have published, 37 are within 5 %; of 8 of them reserved bytes are known, too, +4% to +25% beside those of tensors, 7 of them by no more than a fifth ([predicted peaks](../docs/predictions.md)).
 # <!-- end -->
 #
 # Each idea is tried on two narrow blocks first. Its gradients are compared with those of the plain step, and with those of the library.
@@ -391,7 +391,7 @@ ladder.climb("gradient accumulation", accumulated, **in_32_bits, **if_on_gpu)
 #
 # ### 2. Activation checkpointing
 #
-# **What happens.** Backward needs the activations of one block at a time. Keep what went *into* each block, throw away the rest, and compute it again when backward arrives. (Then this block's activations stand once: a third moment, seldom the highest.)
+# **What happens.** Backward needs the activations of one block at a time. Keep what went *into* each block, throw away the rest, and compute it again when backward arrives. (Then the activations of this one block are there again: a third moment, which on long texts is the highest, see [notebook 04](../notebooks/04_training_long_sequences.ipynb).)
 #
 # ```text
 # plain         x0 [a0]  x1 [a1]  x2 [a2] → loss     all [a] are alive
@@ -578,7 +578,7 @@ in_16_bits["after"] = "mixed precision"
 ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** Yes: 4,279 → 3,672 MiB. (The loss is near that in fp32: fused operators round less often.) On the H100 it took the time from 0.59× to 0.42×; on this CPU the time of *16 bits, compiled, chunked loss* is [below](#Everything-combined). What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block.
+# **The answer.** Yes: 4,279 → 3,672 MiB. (The loss differs from that of mixed precision by rounding, and is nearer to that in fp32.) On the H100 it took the time from 0.59× to 0.42×; on this CPU the time of *16 bits, compiled, chunked loss* is [below](#Everything-combined). What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block.
 #
 # **In your code.** `block.compile()` for each block, before checkpointing (not `torch_compile=True` of the Trainer, which compiles the whole model; ours also leaves generation as it was; `block.compile()` under the Trainer is untried). The first step takes longer, and so does the first one of each further shape of a batch.
 #
@@ -1043,7 +1043,7 @@ for shape in (*sizes.cards, "qwen2.5-32b"):
         print(f"{shape:<14}{name:<23}{fits(step.peak)}")
 
 # %% [markdown]
-# On 24 GB 14 billion weights are the limit, as *QLoRA*; 32 billion need a card of 32, or streaming.
+# Of these five 14 billion weights are the most on 24 GB, as *QLoRA*; 32 billion take a card of 32, or streaming.
 #
 # Arithmetic knows one precision at a time. So the two largest go through dry steps, too: *full* under autocast, of 8B, and *QLoRA* as peft prepares it, of both. A block more adds the same bytes at the same moments: steps of two to four blocks say what all of them need. (In this *full* the embedding's states have 8 bits, too, and autocast adds copies.)
 

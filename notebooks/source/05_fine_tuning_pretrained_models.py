@@ -1051,7 +1051,7 @@ del served, again, loaded, elsewhere
 # |---|---|
 # | LoRA, one task | the merged model: the last lines of the script |
 # | LoRA, many tasks on one base | `vllm serve BASE --enable-lora --lora-modules mine=FOLDER` |
-# | QLoRA, 16-bit weights fit when serving | the merged model, by `merge_qlora` where it was trained (peft's own merge rounds the sum to four bits once more), or the script's last lines, and then judged (here 24 for 35) |
+# | QLoRA, 16-bit weights fit when serving | the merged model, by `merge_qlora` where it was trained (peft's own merge rounds the sum to four bits once more). Added to the 16-bit weights, it is judged anew (here 24 for 35) |
 # | QLoRA, only four bits fit | `PeftModel.from_pretrained` on the four-bit base |
 # | llama.cpp, Ollama | the merged model in its folder, then `python convert_hf_to_gguf.py FOLDER` of llama.cpp |
 #
@@ -1232,7 +1232,7 @@ del model, output
 # The same arithmetic for 8 billion parameters and four rows of 2,048 tokens: what fits, of what the *doctor* of this repository, its command against errors of memory, tries on each card. None of these rows has run on a card. The method has:
 #
 # <!-- numbers:held_elsewhere-05 -->
-# **How far predictions of this kind hold elsewhere.** 12 steps on an H100 that was limited to 24 GB, of up to 8 billion weights, are predicted on a CPU to 0.1% at most, after two faults that they showed were mended. Of 41 peaks that others have published, 37 are within 5 %; of 8 of them reserved bytes are known, too, +4% to +25% beside those of tensors, 7 of them within the fifth ([predicted peaks](../docs/predictions.md)).
+# **How far predictions of this kind hold elsewhere.** 12 steps on an H100 that was limited to 24 GB, of up to 8 billion weights, are predicted on a CPU to 0.1% at most, after two faults that they showed were mended. Of 41 peaks that others have published, 37 are within 5 %; of 8 of them reserved bytes are known, too, +4% to +25% beside those of tensors, 7 of them by no more than a fifth ([predicted peaks](../docs/predictions.md)).
 # <!-- end -->
 #
 # One of these steps was *QLoRA* with checkpoints, 8 billion weights, one row of 9,523 tokens: 21.97 GiB predicted and measured, 1.6 s. At that speed 2,000 pairs of 500 tokens take six minutes for two passes if they are packed, by arithmetic; a card of 24 GB is slower.
