@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import pydoc_data.topics
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import get_cosine_schedule_with_warmup
 from benchmarks import study
 from recipes_lib.core.data import load_instructions
 from recipes_lib.core.data.chat_template import CHATML
-from recipes_lib.core.data.losses_and_answers import generate_answers
+from recipes_lib.core.data.losses_and_answers import generate_answers, text_windows
 from recipes_lib.core.data.reminder_task import reminder_pairs
 from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
@@ -62,7 +63,20 @@ WAYS = {
     "full fine-tuning, small rate": Way("none", 3e-5, 2),
 }
 ROWS = 4  # pairs in a step
-CODE = 64  # tokens of a row of source code
+OTHER = 64  # tokens of a row of other text
+WATCHED = 32  # held-out pairs that the notebook looks at while it trains; those behind them judge
+
+
+@dataclass(frozen=True)
+class Task:
+    """Pairs with one right answer, and the ways that are tried on them."""
+
+    name: str  # of the file in runs/
+    pairs: Callable[..., list[dict[str, str]]]  # split=, limit= -> `prompt` and `completion`
+    ways: dict[str, Way]
+
+
+REMINDERS = Task("fine_tuning_seeds", reminder_pairs, WAYS)
 
 
 @dataclass(frozen=True)
@@ -75,75 +89,77 @@ class Settings:
     held_out: int = 64
 
 
-def compare(settings: Settings) -> Iterator[dict[str, Any]]:
+def compare(settings: Settings, task: Task = REMINDERS) -> Iterator[dict[str, Any]]:
     """What there is after each run. What was cut goes on after its last one."""
-    content = study.cut_short("fine_tuning_seeds", settings)
+    content = study.cut_short(task.name, settings)
     if content is None:
-        content = {"before": examined(load_model(settings.model), settings), "runs": []}
+        content = {"before": examined(load_model(settings.model), settings, task), "runs": []}
     done = {(run["way"], run["seed"]) for run in content["runs"]}
-    for seed, way in itertools.product(settings.seeds, WAYS):
+    for seed, way in itertools.product(settings.seeds, task.ways):
         if (way, seed) not in done:
-            content["runs"].append(trained(way, settings, seed=seed))
+            content["runs"].append(trained(way, settings, task, seed=seed))
         yield content
 
 
-def trained(way: str, settings: Settings, *, seed: int) -> dict[str, Any]:
+def trained(name: str, settings: Settings, task: Task = REMINDERS, *, seed: int) -> dict[str, Any]:
     """One run, examined."""
-    adapters, rate = WAYS[way].adapters, WAYS[way].rate
-    pairs = reminder_pairs(limit=settings.pairs)
+    way = task.ways[name]
+    pairs = task.pairs(split="train", limit=settings.pairs)
     tokenizer = tokenizer_of(settings)
     rows = list(load_instructions(tokenizer, dataset=pairs))
     random.Random(seed).shuffle(rows)
     steps = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
-    steps = WAYS[way].passes * steps
-    also = WAYS[way].source_code
+    steps = way.passes * steps
+    also = way.source_code
     if also:
         # Of other modules than those whose perplexity is asked for.
-        code = study.text_rows(tokenizer, "train", tokens=CODE, count=also * len(steps))
+        code = study.text_rows(tokenizer, "train", tokens=OTHER, count=also * len(steps))
         random.Random(seed).shuffle(code)
         parts = [code[start : start + also] for start in range(0, len(code), also)]
         steps = [step + part for step, part in zip(steps, parts, strict=True)]
 
     seed_everything(seed)
     half = machine().compute_dtype
-    if adapters == "lora":
-        chosen = {"rank": WAYS[way].rank, "target_modules": WAYS[way].layers}
+    chosen = {"rank": way.rank, "target_modules": way.layers}
+    if way.adapters == "lora":
         model = apply_lora(load_model(settings.model, dtype=half), **chosen)
-    elif adapters == "qlora":
-        model = apply_qlora(load_model(settings.model, dtype=half), compute_dtype=half)
-    elif adapters == "qlora on fp32":
-        model = apply_qlora(load_model(settings.model), compute_dtype=half)
+    elif way.adapters == "qlora":
+        model = load_model(settings.model, dtype=half)
+        model = apply_qlora(model, compute_dtype=half, **chosen)
+    elif way.adapters == "qlora on fp32":
+        model = apply_qlora(load_model(settings.model), compute_dtype=half, **chosen)
     else:
         model = load_model(settings.model)
     weights = [weight for weight in model.train().parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(weights, lr=way.rate, weight_decay=0.0, fused=True)
     schedule = get_cosine_schedule_with_warmup(optimizer, len(steps) // 10, len(steps))
     for step in steps:
         study.train_step(model, optimizer, study.batch_of(step))
         schedule.step()
-    if adapters == "lora":
+    if way.adapters == "lora":
         model = model.merge_and_unload()
-    if adapters.startswith("qlora"):
+    if way.adapters.startswith("qlora"):
         model = merge_qlora(model)
-    facts = {"way": way, "seed": seed, "lr": rate, "steps": len(steps)}
-    return facts | examined(model, settings)
+    facts = {"way": name, "seed": seed, "lr": way.rate, "steps": len(steps)}
+    return facts | examined(model, settings, task)
 
 
-def examined(model: Any, settings: Settings) -> dict[str, Any]:
-    """How many answers are right, their loss, and the perplexity of source code."""
+def examined(model: Any, settings: Settings, task: Task = REMINDERS) -> dict[str, Any]:
+    """How many answers are right, their loss, and the perplexity of source code and of prose."""
     tokenizer = tokenizer_of(settings)
-    # The notebook watches the first ones while it trains; the others judge.
-    watched = settings.held_out // 2
-    pairs = reminder_pairs(split="validation", limit=watched + settings.held_out)[watched:]
+    pairs = task.pairs(split="validation", limit=WATCHED + settings.held_out)[WATCHED:]
     questions = list(load_instructions(tokenizer, dataset=pairs))
-    code = study.text_rows(tokenizer, "validation", tokens=CODE, count=32)
+    code = study.text_rows(tokenizer, "validation", tokens=OTHER, count=32)
+    manual = "\n\n".join(pydoc_data.topics.topics.values())
+    prose = text_windows(tokenizer, text=manual, context=OTHER, windows=32)
     padded = {"pad_token_id": study.PAD, "batch_size": 32}
     with mixed_precision().autocast():
         answers = generate_answers(model, tokenizer, questions, batch_size=64)
         loss = held_out_losses(model, questions, **padded).mean
         perplexity = math.exp(held_out_losses(model, code, **padded).mean)
+        of_prose = math.exp(held_out_losses(model, prose, **padded).mean)
     right = sum(answer == pair["completion"] for answer, pair in zip(answers, pairs, strict=True))
-    return {"right": right, "loss": loss, "perplexity": perplexity}
+    return {"right": right, "loss": loss, "perplexity": perplexity, "prose": of_prose}
 
 
 def tokenizer_of(settings: Settings) -> Any:

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from benchmarks import fine_tuning_seeds, study
-from benchmarks.fine_tuning_seeds import Settings, compare, trained
+from benchmarks.fine_tuning_seeds import REMINDERS, Settings, compare, trained
 
 TINY = Settings(model="tiny-smollm2", pairs=8, held_out=1)
 
@@ -25,11 +25,11 @@ def test_a_way_takes_its_passes_and_a_seed_its_order():
 def test_a_run_that_was_cut_goes_on_after_its_last_way(monkeypatch, tmp_path):
     """The mistakes: hours are spent again, or a run of other settings counts as this one."""
     monkeypatch.setenv("RECIPES_RUNS", str(tmp_path))
-    monkeypatch.setattr(fine_tuning_seeds, "WAYS", {"first": (), "second": ()})
+    task = replace(REMINDERS, ways={"first": (), "second": ()})
     monkeypatch.setattr(fine_tuning_seeds, "examined", lambda *_: {})
     took = []
 
-    def takes_note(way, settings, *, seed):
+    def takes_note(way, settings, task, *, seed):
         if way == "second" and not took[1:]:
             took.append("cut")
             raise KeyboardInterrupt
@@ -38,7 +38,8 @@ def test_a_run_that_was_cut_goes_on_after_its_last_way(monkeypatch, tmp_path):
 
     monkeypatch.setattr(fine_tuning_seeds, "trained", takes_note)
     settings = replace(TINY, seeds=(1,))
-    run = partial(study.run, "fine_tuning_seeds", settings, compare, about="Seeds.")
+    of_task = partial(compare, task=task)
+    run = partial(study.run, "fine_tuning_seeds", settings, of_task, about="Seeds.")
     with pytest.raises(KeyboardInterrupt):
         run(arguments=[])
     run(arguments=[])
