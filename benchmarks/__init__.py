@@ -21,6 +21,7 @@ architecture        small models trained both ways, and norms
 depths              deep and thin at equal weights
 distillation        a student with its teacher and without
 fine_tuning_seeds   notebook 05's task with other seeds
+function_names      ... and a task that nobody made
 long_texts          notebook 04's recipes on 16,384 tokens, and training on 4,096
 muon                Muon beside AdamW
 quantization_aware  training with the rounding that the file will have, and without

@@ -48,7 +48,6 @@ NAMES = Task(
         "full fine-tuning": Way("none", 3e-5, 2),
         "LoRA": Way("lora", 3e-4, 2, rank=4),
         "LoRA, small rate": Way("lora", 1e-4, 2, rank=4),
-        "QLoRA": Way("qlora", 3e-4, 2, rank=4),
     },
 )
 

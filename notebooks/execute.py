@@ -75,20 +75,14 @@ def build(source: Path) -> NotebookNode:
 
 
 def title(cells: list[NotebookNode], index: int) -> str:
-    """The heading above a code cell, or the comment that the cell begins with."""
+    """The last heading above a code cell."""
     above = cells[index - 1] if index else cells[0]
     text = above.source if above.cell_type == "markdown" else ""
     lines = re.sub("```.*?```", "", text, flags=re.DOTALL).splitlines()  # no comments of its code
     headings = [line.lstrip("# ") for line in lines if line.startswith("#")]
     if headings:
         return headings[-1]
-    # A first line of code, such as an import, says nothing: its comment does, or the part's title.
-    first = cells[index].source.lstrip().partition("\n")[0]
-    if first.startswith("#"):
-        return first.lstrip("# ")
-    if index:
-        return title(cells, index - 1)
-    return ""
+    return title(cells, index - 1) if index else ""
 
 
 def run_cells(nb: NotebookNode, path: Path) -> None:

@@ -18,7 +18,7 @@
 # <!-- numbers:headline-01 -->
 # > **A training step of SmolLM2-135M takes 4,727 MiB with all weights in fp32. With what fits together: 1,141 MiB for all weights (-76%, in 0.98× (0.89–1.02) the time), and 281 MiB for adapters on four bits (-94%, in 0.69× (0.62–0.72) the time).**
 # >
-# > | what trains | recipes | peak, MiB | memory | time | H100, 1 billion |
+# > | what trains | recipes | peak, MiB | memory | time | H100, 1 billion: memory, time |
 # > |---|---|--:|--:|--:|--:|
 # > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,890 | -39% | 0.53× (0.51–0.53) | -50%, 0.34× |
 # > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,141 | -76% | 0.98× (0.89–1.02) | -82%, 0.56× |
@@ -101,13 +101,15 @@ print(machine())
 smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=24, tokens=72)
 # The model that learns, turns on the clock, and whether blocks compile where they can.
 smollm2 |= dict(learner="smollm2", turns=2, compiles=True)
-# The shapes of *What fits your card*.
-smollm2 |= dict(cards=("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-14b"))
+# The shapes of *What fits your card*, and the two of them that also take dry steps.
+five = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-14b", "qwen2.5-32b")
+smollm2 |= dict(cards=five, second="llama-3.1-8b", largest="qwen3-14b")
 # On a GPU a shape with random weights, of which plain fp32 training fits.
 llama = smollm2 | dict(shape="llama-3.2-1b", pretrained=False, tokens=256)
 # Continuous integration checks that the code works, not how fast it is.
 tiny = dict(shape="tiny-smollm2", layers=None, pretrained=False, rows=4, tokens=64)
 tiny |= dict(learner="tiny-smollm2", turns=1, compiles=False, cards=("tiny-llama",))
+tiny |= dict(second="tiny-llama", largest="tiny-llama")
 
 sizes = choose_sizes(
     cpu=smollm2,
@@ -184,7 +186,7 @@ def train_step(model, optimizer, texts=batch):
 # - **Weights**: in fp32 4 bytes each.
 # - **States**: AdamW keeps two averages per weight, of its gradient and of the gradient's square: 8 bytes.
 # - **Gradients**: one number per weight: 4 bytes.
-# - **Activations**: what forward keeps for backward. They grow with the number of tokens. (Not with its square: PyTorch's attention keeps no table of scores, but in fp32 on a GPU it does.)
+# - **Activations**: what forward keeps for backward. They grow with the number of tokens. (Not with its square: PyTorch's attention keeps no table of scores. In fp32 on a GPU it does, where a model has fewer heads of keys than of queries.)
 # - **Logits**: the scores of all words of the vocabulary, for each token. When backward reaches the loss, three tables of that size exist: the logarithms of the probabilities, their gradients, and the gradients of the logits. So 12 bytes per token and word.
 #
 # The first three are **16 bytes per weight**, however short the text is. But the five are not all there at the same moment. The model is a stack of *blocks* that are built alike. In each block forward leaves activations. Backward goes the other way, uses them up, and leaves gradients. Two moments matter:
@@ -292,6 +294,8 @@ timeline_chart(
 # **The answer.** Apart from one short bump just after the loss it falls until the embedding copies make the second tower: backward frees more activations than it makes gradients. (The curve counts the logarithms of the probabilities as activations. *Other* are their gradients, those of the logits, and embedding copies.)
 #
 # **Part A** attacks the first tower, which grows with the tokens. In the prints it is called *backward begins* or *forward ends*. **Part B** attacks the second one, and the ground of both: weights and states.
+#
+# **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #
 # All bytes here are those of tensors. On a GPU leave a fifth more for holes between them, and half a GiB for CUDA itself. The fifth is a rule of thumb; `torch.cuda.max_memory_reserved()` shows what it is on yours, and `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment leaves fewer holes.
 #
@@ -580,7 +584,7 @@ ladder.climb("mixed precision, compiled", compiled_row, **in_16_bits, **if_on_gp
 # %% [markdown]
 # **The answer.** Yes: 4,279 → 3,672 MiB. (The loss differs from that of mixed precision by rounding, and is nearer to that in fp32.) On the H100 it took the time from 0.59× to 0.42×; on this CPU the time of *16 bits, compiled, chunked loss* is [below](#Everything-combined). What is cheap is not kept for backward but computed again, inside the same kernel. That is the compiler's choice, so the prediction asks the compiler about one block.
 #
-# **In your code.** `block.compile()` for each block, before checkpointing (not `torch_compile=True` of the Trainer, which compiles the whole model; ours also leaves generation as it was; `block.compile()` under the Trainer is untried). The first step takes longer, and so does the first one of each further shape of a batch.
+# **In your code.** `block.compile()` for each block, before checkpointing (not `torch_compile=True` of the Trainer, which compiles the whole model; ours also leaves generation as it was; this is for a loop of your own, and untried under the Trainer). The first step takes longer, and so does the first one of each further shape of a batch.
 #
 # ### The rows take turns on the clock
 #
@@ -939,12 +943,12 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # - **As peft prepares them**, not on this small model: 450 MiB against LoRA's 439.
 # - **With the embedding in 16 bits**, yes: *everything combined* takes 35 % less than *LoRA, compiled*, for 9 % more time here, and 2 % on another CPU. On 8B it is 16.7 → 7.0 GiB ([below](#What-fits-your-card)).
-# - **The other price** is the held-out loss: 4.00 in place of 3.57 before training, 3.30 against 3.02 after it. With the embedding and norms in 32 bits, as in *QLoRA*, it begins at 3.91, and ends at 3.17. (These weights come from a file of four bits, and are rounded a second time.)
+# - **The other price** is the held-out loss: 4.00 in place of 3.57 before training, 3.30 against 3.02 after it, and for *QLoRA* 3.91 and 3.17. (These weights come from a file of four bits, and are rounded a second time.)
 # - **A larger model needs them**, by the table below, with 4 GiB for one billion weights, with 6 or 8 GiB for three, with 12 or 16 for eight, with 16, 24 or 32 for fourteen.
 #
 # ### On a GPU
 #
-# Bytes are the same everywhere, times are not: look at your own. On another CPU, an AMD EPYC, the five rows of the last turns took 0.67, 0.45, 0.76, 0.50 and 0.51 of the baseline's time. Rows without a time took no turns on this CPU: those of offloading, the step in backward, states in fewer bits and streaming would mislead you on a GPU, and the others cost minutes.
+# Bytes are the same everywhere, times are not: look at your own. Rows without a time took no turns on this CPU: those of offloading, the step in backward, states in fewer bits and streaming would mislead you on a GPU, and the others cost minutes.
 #
 # On a GPU the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for these rows. Bytes are as predicted, to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less. Beside fp32 states, 8-bit ones take 11 % more time and our 16-bit ones 15 %, and more memory than 8: so take 8. *QLoRA*, not compiled, takes a third more time than *LoRA*, and streaming about 15 % more than *QLoRA*.
 #
@@ -1038,14 +1042,14 @@ def ways_of(shape):
 
 
 print("predicted by arithmetic, not run; the card has a fifth more, and half a GiB\n")
-for shape in (*sizes.cards, "qwen2.5-32b"):
+for shape in sizes.cards:
     for name, step in ways_of(shape).items():
         print(f"{shape:<14}{name:<23}{fits(step.peak)}")
 
 # %% [markdown]
-# Of these five 14 billion weights are the most on 24 GB, as *QLoRA*; 32 billion take a card of 32, or streaming.
+# On a card of 24 GB the largest of these five is 14B, as *QLoRA*. 32B takes a card of 32 GB, or streaming.
 #
-# Arithmetic knows one precision at a time. So the two largest go through dry steps, too: *full* under autocast, of 8B, and *QLoRA* as peft prepares it, of both. A block more adds the same bytes at the same moments: steps of two to four blocks say what all of them need. (In this *full* the embedding's states have 8 bits, too, and autocast adds copies.)
+# Arithmetic knows one precision at a time. So 8B and 14B go through dry steps, too: *full* under autocast, of 8B, and *QLoRA* as peft prepares it, of both. A block more adds the same bytes at the same moments: steps of two to four blocks say what all of them need. (In this *full* the embedding's states have 8 bits, too, and autocast adds copies.)
 
 # %%
 from recipes_lib.core.predict import CARDS
@@ -1059,11 +1063,10 @@ in_32_and_16 = partial(
 as_peft_prepares = partial(
     build, qlora, recipe_2, step=partial(step_in_16_bits, texts=one_text)
 )
-second, largest = sizes.cards[-2:][0], sizes.cards[-1]
 for name, shape, way in (
-    ("full, 8-bit AdamW", second, in_32_and_16),
-    ("QLoRA, as peft prepares it", second, as_peft_prepares),
-    ("QLoRA, as peft prepares it", largest, as_peft_prepares),
+    ("full, 8-bit AdamW", sizes.second, in_32_and_16),
+    ("QLoRA, as peft prepares it", sizes.second, as_peft_prepares),
+    ("QLoRA, as peft prepares it", sizes.largest, as_peft_prepares),
 ):
     blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
 
@@ -1076,11 +1079,9 @@ for name, shape, way in (
 # %% [markdown]
 # - **Embedding and output layer**: `prepare_model_for_kbit_training` leaves them in 32 bits. For 8B that decides between a card of 12 GiB and one of 16, and for 14B between 16 and 24. The table has them in 16 bits, and so has TRL's trainer, which does not call it.
 # - **All weights of 8B on 24 GB**: torchtune has published 18.9 GiB on an RTX 4090, in bf16, with 8-bit states that wait on the host and a step in backward ([predicted: 19.8](../docs/predictions.md)). It rounds to nearest, so small updates are lost (recipe 7).
-# - **Autocast's cache**, which the Trainer leaves on, adds two bytes for each weight of a linear layer in the blocks until forward ends. *Full* is without it.
+# - **Autocast's cache**, which the Trainer leaves on, adds two bytes for each fp32 weight of a linear layer that trains, until forward ends. *Full* is without it.
 # - **Your card**: some show less than their name, an L4 or A10G about 22.5 GiB. Give `room` what `torch.cuda.get_device_properties(0).total_memory / 2**30` says. A row within half a GiB of what `room` gives may not fit: Llama 3.2 3B, *full, all in 16 bits*, has 19.3 of 19.6 GiB on a card of 24. A T4 has no bf16: the table is not for it.
 # - **Your model**: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) says how long a text may be.
-#
-# **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
 #
 # ### 12. Dynamic batch size
 #

@@ -16,24 +16,23 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **Llama 3.1 8B with QLoRA in 24 GB: a step on 135,015 tokens ran**, in 91 s on an H100 held to that memory, with five lines of code. By arithmetic up to 161,072 fit with embedding and norms in bf16, 64,614 without tiles, with all that transformers and TRL have switches for, and 9,523 with checkpoints alone.
+# > **Llama 3.1 8B with QLoRA in 24 GB: a step on 135,015 tokens ran**, in 91 s on an H100 held to that memory, with five lines of code.
 # >
-# > **On two CPU cores: 1,589 → 92,346 tokens**, the longest text whose step, of all weights of smollm2-135m, needs no more than 4 GiB of tensors (weights in fp32, bf16 autocast). It is about memory: the model knows 8,192 positions. That is **1.7 times as long** as with all the switches (for which our loss and our offload stand in here). Eager attention in fp32 has room for 895.
+# > | 8B, QLoRA, 24 GB | longest text, by arithmetic | has run | then waits on the host |
+# > |---|--:|--:|--:|
+# > | checkpoints alone | 9,523 | 9,523 | |
+# > | a loss in chunks, too | 33,937 | 26,519 | |
+# > | inputs of blocks on the host, too: all that transformers and TRL have switches for | 64,614 | | 16 GB |
+# > | tiles, too: **the five lines** | 161,072 | 135,015 | 41 GB |
 # >
-# > | in bf16 | longest text | time of blocks on 16,384 tokens |
-# > |---|--:|--:|
-# > | SDPA, the default | 1,589 | 1.00× |
-# > | all switches of transformers and TRL | 54,182 | 1.30× (1.26–1.34) |
-# > | **the five lines** | **92,346** | 1.32× (1.28–1.34) |
-# >
-# > Inputs of blocks wait on disk in the last two: lengths with the offload that waits, times with copies beside the computation, and without the loss. In 20 steps of training a smaller model no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013. The lengths are counted in *dry steps*, on tensors without data: at 4,096 tokens, the longest real step of the whole model, they say 2,170 MiB, and it took 2,170. By a line through two shorter steps, one of 92,346 would take 2.6 hours on this machine.
+# > **On two CPU cores**, all weights of smollm2-135m within 4 GiB of tensors: 895 tokens with eager attention, 1,589 by default, 54,182 with all the switches and **92,346 with the five lines**, counted in *dry steps*, on tensors without data. At 4,096 tokens, the longest real step, they say 2,170 MiB, and it took 2,170. On 16,384 tokens the blocks take 1.32× (1.28–1.34) the time of plain ones, and 1.30× (1.26–1.34) with the switches; a step of 92,346 would take 2.6 hours there, by a line through two shorter ones. In 20 steps of training no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
 #
-# Memory holds weights, gradients, the optimizer's averages (*states*), and what forward keeps (*activations*). Only the last grows with the text, and the five lines shrink it. A *checkpoint* here is no file: of a block only its input is kept, and the rest is computed again. On 135,015 tokens 31 inputs (the last of 32 stays) × 135,015 × 4,096 × 2 bytes = 34 GB wait on the host. That step had random weights, and Llama knows 131,072 positions. An RTX 4090 would take some 9 to 12 minutes for those, [by arithmetic](#What-do-16K-to-128K-take-on-24-GB?). On the H100 the five lines computed 1.7 times less per second than a chunked loss alone (16 and 28 % of its data sheet's rate, the pinning of host memory included); their parts are not timed apart.
+# Memory holds weights, gradients, the optimizer's averages (*states*), and what forward keeps (*activations*). Only the last grows with the text, and the five lines shrink it. A *checkpoint* here is no file: of a block only its input is kept, and the rest is computed again. In *tiles* an MLP works on some of the tokens at a time. The steps on the H100 had random weights, and Llama knows 131,072 positions. (That run pinned 67 GB of the host's memory, where today's code pins 34, [which no card has run](#Do-such-predictions-hold-on-a-card?).) An RTX 4090 would take some 9 to 12 minutes for the longest, [by arithmetic](#What-do-16K-to-128K-take-on-24-GB?). Axolotl and Unsloth have [switches](#With-Axolotl-or-Unsloth) for all of this, transformers and TRL for all but the tiles.
 #
-# **Which lines are yours?** Up to a billion weights and 50,000 tokens, with clipping: those below, all weights in fp32. Longer, or three billion: [all weights in 16 bits](#Two-ways-for-larger-models). Eight billion: [*QLoRA*](#Two-ways-for-larger-models). They are for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.)
+# **Which lines are yours?** Up to Llama 3.2 1B and 50,000 tokens, with clipping: those below, all weights in fp32. Longer, or three billion: [all weights in 16 bits](#Two-ways-for-larger-models). Eight billion: [*QLoRA*](#Two-ways-for-larger-models). They are for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.)
 #
 # **The five lines** are the three calls and the two `with`. Weights in fp32 take 16 bytes each: weight, gradient and AdamW's two averages.
 #
@@ -47,7 +46,7 @@
 # from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
-# name = "meta-llama/Llama-3.2-1B"  # or a folder
+# name = "meta-llama/Llama-3.2-1B"  # it asks for a login; or a folder
 # text = open("long.txt").read()
 # ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids  # [1, S]
 # length = 50_000  # fills an empty RTX 4090; each GiB less takes 14,000 tokens: 27_000 on an L4
@@ -404,7 +403,7 @@ apart = beside_plain(curves)
 # from trl import SFTConfig, SFTTrainer
 # from recipes_lib.memory.tiled_mlp import apply_tiled_mlp
 #
-# name = "meta-llama/Llama-3.2-1B"  # or a folder
+# name = "meta-llama/Llama-3.2-1B"  # it asks for a login; or a folder
 # texts = Dataset.from_list([{"text": open("long.txt").read()}])
 # # Without a dtype the weights have that of the file, bf16, which rounds small updates away.
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
@@ -491,7 +490,9 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 # %% [markdown]
 # In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. No length below is of TRL's *QLoRA*: begin with the length of a chunked loss in [the table below](#The-longest-texts), 34K for 8B on 24 GB, and go down if it fails.
 #
-# **With Axolotl or Unsloth** tiles of the MLP are a switch, too: `unsloth_tiled_mlp=True` in Unsloth's `from_pretrained` ([its post](https://docs.unsloth.ai/new/500k-context-length-fine-tuning)), and in Axolotl ([its page](https://github.com/axolotl-ai-cloud/axolotl/blob/19e03744e01f1f2be0768e3dd8554fef8674f2f0/docs/gradient_checkpointing.qmd)) these lines. We have run neither.
+# ### With Axolotl or Unsloth
+#
+# Tiles of the MLP are a switch there, too: `unsloth_tiled_mlp=True` in Unsloth's `from_pretrained` ([its post](https://docs.unsloth.ai/new/500k-context-length-fine-tuning)), and in Axolotl ([its page](https://github.com/axolotl-ai-cloud/axolotl/blob/19e03744e01f1f2be0768e3dd8554fef8674f2f0/docs/gradient_checkpointing.qmd)) these lines. We have run neither.
 #
 # ```yaml
 # bf16: true
@@ -526,13 +527,12 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 # - *QLoRA*: adapters train, on a frozen base of 4 bits ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)).
 #
 # ```python
-# # All weights, with the imports, `name` and `ids` of the block at the top. 40,000 tokens are for
-# # 3B on 24 GB; else the last number of your entry below.
-# ids = ids[:, :40_000].cuda()
+# # All weights, with the imports, `name` and `ids` of the block at the top
 # from functools import partial
 # from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 # from recipes_lib.precision.pure_bf16 import bf16_adamw
 #
+# length = 40_000  # of 3B on 24 GB; else the last number of your entry below
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).cuda().train()
 # rounded = partial(bf16_adamw, rounding="stochastic")
 # optimizer = apply_optimizer_in_backward(model, optimizer_class=rounded, lr=2e-5)
@@ -540,19 +540,22 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 # apply_chunked_cross_entropy(model)
 # apply_tiled_mlp(model, norms=True)
 # model.activation_checkpointing_enable()
-# with offload_activations(model, to="host", in_flight=1):
-#     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-#     loss.backward()  # each weight moves in here
-# optimizer.step()  # closes the step
-# optimizer.zero_grad()
+# for piece in ids.cuda().split(length, dim=1):
+#     with offload_activations(model, to="host", in_flight=1):
+#         loss = model(input_ids=piece, labels=piece, use_cache=False).loss
+#         loss.backward()  # each weight moves in here
+#     optimizer.step()  # closes the step
+#     optimizer.zero_grad()
 # ```
 #
 # ```python
-# # QLoRA, with the imports, `name` and `ids` of the block at the top, cut as there
-# ids = ids[:, :131_072].cuda()  # 8B on 24 GB
+# # QLoRA, with the imports and `text` of the block at the top
 # from recipes_lib.fine_tuning.qlora import apply_qlora
 # from recipes_lib.memory.activation_checkpointing import apply_activation_checkpointing
 #
+# name = "meta-llama/Llama-3.1-8B"
+# ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids
+# length = 131_072  # on 24 GB, of 161,000 by arithmetic; 34 GB wait on the host
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).cuda().train()
 # model = apply_qlora(model, compute_dtype=torch.bfloat16)  # rank 16, on all linear layers
 # adapters = [weight for weight in model.parameters() if weight.requires_grad]
@@ -561,12 +564,14 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 # apply_chunked_cross_entropy(model)
 # apply_tiled_mlp(model, norms=True)
 # apply_activation_checkpointing(model)  # transformers' own keeps one input more with adapters
-# with offload_activations(model, to="host", in_flight=1):
-#     with torch.autocast("cuda", torch.bfloat16):
-#         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-#     loss.backward()
-# optimizer.step()
-# optimizer.zero_grad()
+# for piece in ids.cuda().split(length, dim=1):
+#     with offload_activations(model, to="host", in_flight=1):
+#         with torch.autocast("cuda", torch.bfloat16):
+#             loss = model(input_ids=piece, labels=piece, use_cache=False).loss
+#         loss.backward()
+#     torch.nn.utils.clip_grad_norm_(adapters, 1.0)
+#     optimizer.step()
+#     optimizer.zero_grad()
 # ```
 #
 # The last block has 16 bits on the card before it packs them, 16 GB for 8B: more than about 11B are packed on the host, as [on a T4](#On-a-T4). To save and to go on after a cut, take [the script](../scripts/train_long_sequences.py).
@@ -693,7 +698,7 @@ stacks = {
 }
 header = ["", *cards.values(), "24 GB, no offload"]
 table = [header, ["---", *["--:" for _ in header[1:]]]]
-on_24, without_host, shares = {}, {}, []
+on_24, shares = {}, []
 for shape in sizes.cards:
     model = on_meta(shape)
     for method, recipe in methods.items():
@@ -727,7 +732,6 @@ for shape in sizes.cards:
             longest_text(model, card="RTX 4090", stack=(*stack, recipe))
             for stack in (WITHOUT_OFFLOAD, NESTED)
         ]
-        without_host[f"{shape}, {method}"] = no_host[0]
         row = [f"{shape}, {method}", *map(in_thousands, fits.values())]
         table.append([*row, in_thousands(no_host if max(no_host) > 1000 else [0])])
 if shares:
@@ -745,16 +749,17 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 # print(longest_text(model, card="L4", stack=(*FIVE_LINES, "QLoRA")))
 # ```
 #
-# What breaks first is the loss . Behind it wait the inputs of the blocks, here the *activations*, and the one block that is computed again. With all five lines it is always that block.
+# What breaks first is mostly the loss. Behind it wait the inputs of the blocks, here the *activations*, and the one block that is computed again. With all five lines it is always that block.
 #
 # ### What do 16K to 128K take on 24 GB?
 #
-# In each field the first that fits, in the order checkpoints, chunked loss, tiles without an offload, offload, all five lines (*+ tiles*); the time of a step; and what waits on the host. This order spares the host. Where it has room, try the offload before tiles.
+# In each field the first of the four that fits, the time of a step, and what waits on the host.
 #
-# Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with the five lines where there are tiles or an offload, else with a chunked loss. The slowest with the five lines was that of 3B, whose 15 s hold the pinning of 14 GB of host memory, too, which a run does once. By the rate of 8B, 91 s, its times are a quarter shorter.
+# Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with tiles that of the five lines, else that of a chunked loss, and 5 % more for the offload, the most that others [measured](#6.-Offloaded-inputs). The slowest with the five lines was that of 3B, whose 15 s hold the pinning of 14 GB of host memory, too, which a run does once. By the rate of 8B, 91 s, its times are a quarter shorter. Weights that are frozen are counted as if they trained, in the rates and in the times.
 
 # %%
 # Of the rate in the data sheet, the slowest step with this stack. Short ones had not warmed up.
+print("of its data sheet's rate the H100 reached")
 reached = {}
 for which, step in recorded("lengths").items():
     if which.startswith(sizes.cards) and step["seconds"] > 5:
@@ -762,19 +767,20 @@ for which, step in recorded("lengths").items():
         operations = step_operations(on_meta(shape), rows=1, length=step["tokens"])
         share = operations / step["seconds"] / CARDS["H100"].rate
         reached[stack] = min(share, reached.get(stack, 1))
+        print(f"  {share:.0%} with {which}, {step['tokens']:,} tokens")
 
 
 def least(which, tokens):
     """The first stack that holds so many tokens, its time, and its bytes on the host."""
     if max(on_24[which]) < tokens:
         return "–"
-    *on_card, offload, tiles = zip(stacks, on_24[which])
-    in_order = [*on_card, ("tiles, no offload", without_host[which]), offload, tiles]
-    stack = next(name for name, most in in_order if most >= tokens)
+    stack = next(name for name, most in zip(stacks, on_24[which]) if most >= tokens)
     model = on_meta(which.split(", ")[0])
-    measured = "chunked loss" if stack in dict(on_card) else "five lines"
+    measured = "five lines" if stack == "+ tiles" else "chunked loss"
     operations = step_operations(model, rows=1, length=tokens)
     seconds = operations / reached.get(measured, 1) / CARDS["RTX 4090"].rate
+    if stack == "+ offload":
+        seconds *= 1.05
     answer = f"{stack}, {duration(seconds)}"
     if stack in ("+ offload", "+ tiles"):
         width = (model.config.num_hidden_layers - 1) * model.config.hidden_size
@@ -786,8 +792,6 @@ wanted = (16_384, 32_768, 65_536, 131_072)  # tokens
 table = [["24 GB", *[f"{tokens:,}" for tokens in wanted]], ["---"] * 5]
 for which in on_24:
     table.append([which, *[least(which, tokens) for tokens in wanted]])
-print("of its data sheet's rate the H100 reached", end=" ")
-print(*[f"{share:.0%} with {stack}" for stack, share in reached.items()], sep=", ")
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
@@ -837,7 +841,7 @@ filled = {}
 def dry_peak(shape, way, tokens):
     """Bytes of a step of the whole shape on that card."""
     dry_step = partial(without_data, way, min(tokens, sizes.most), shape)
-    # Three to five blocks say what all need: each one more adds the same bytes.
+    # A few blocks say what all need: each one more adds the same bytes.
     few = any_size(dry_step, layers=(3, 4), card=card)
     return few.peak(layers=on_meta(shape).config.num_hidden_layers)
 
@@ -857,7 +861,7 @@ print(f"{small}, all five lines: {per_gib:,.0f} tokens for each GiB")
 #
 # **Before you use an entry:**
 #
-# - Nothing else may use the card. Each GiB that others have in `nvidia-smi` takes about 10,000 of the 161K tokens of 8B *QLoRA*. An L4 or A10G shows less than the 23.15 GiB that an RTX 4090 leaves for tensors: compare `torch.cuda.mem_get_info()`, and ask the doctor with your card.
+# - Nothing else may use the card. Each GiB that others have in `nvidia-smi` takes about 10,000 of the 161K tokens of 8B *QLoRA*. An RTX 3090 has as much. An L4 or A10G shows less than the 23.15 GiB that an RTX 4090 leaves for tensors: compare `torch.cuda.mem_get_info()`, and ask the doctor with your card.
 # - These models know 131,072 positions. What is longer is about memory only.
 # - It counts tensors, and leaves 5 % of the card for holes between them; up to 0.4 % too much comes out of these 5 %. On the H100 seven steps filled the other 95 %, and fitted. An eighth took 22.87 of 23.15 GiB, and fitted, too. Your program needs `PYTORCH_ALLOC_CONF=expandable_segments:True` in its environment for that; in this notebook `machine()` sets it.
 # - It knows PyTorch's kernels. Buffers of a library come on top, and what others measured with kernels of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
@@ -870,11 +874,11 @@ print(f"{small}, all five lines: {per_gib:,.0f} tokens for each GiB")
 # | if | then | it costs |
 # |---|---|---|
 # | the doctor says that it fits *as it is* | nothing | nothing |
-# | the text fits the first length of your entry | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
-# | the second | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
-# | the third | the inputs on the host, too: `SFTConfig` above, or `offload_activations` (with the block at the top, in fp32, take tiles first); where the host has no room, tiles without it | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
-# | the last | all five lines | on two CPU cores 1.3 times the plain blocks, nearly all of it for checkpoints. On a GPU the parts are not timed apart: the H100 did 1.7 times as much per second with a chunked loss as with the five lines, pinning included |
-# | longer than the second, and the host has no room, as on a free Colab | the five lines without `offload_activations`, up to the first length of *24 GB, no offload*; up to its second `apply_nested_checkpointing(model, group=best_group(blocks))` of `recipes_lib.memory.nested_checkpointing` in place of the third call | one more forward; nested, nearly two |
+# | it fits with *checkpoints* | `model.activation_checkpointing_enable()`, and nothing else | one more forward |
+# | with *+ chunked loss* | a chunked loss, too: TRL's default, Liger, or one line | little (recipe 2) |
+# | with *+ offload* | the inputs on the host, too: `SFTConfig` above, or `offload_activations` (with the block at the top, in fp32, take tiles first) | on an H100 prime-rl took 2 to 5 % longer (recipe 6) |
+# | with *+ tiles* | all five lines | on two CPU cores 1.3 times the plain blocks, nearly all of it for checkpoints. On a GPU the parts are not timed apart: of its data sheet's rate the H100 reached 16 and 23 % with the five lines, pinning included, and 28 to 34 % with a chunked loss, at other lengths |
+# | longer, and the host has no room, as on a free Colab | the five lines without `offload_activations`, up to the first length of *24 GB, no offload*; up to its second `apply_nested_checkpointing(model, group=best_group(blocks))` of `recipes_lib.memory.nested_checkpointing` in place of the third call | one more forward; nested, nearly two |
 # | none, with all weights | *QLoRA* | only adapters train, on a rounded base |
 # | it is longer than your model knows | recipe 8, before all else; Llama 3.1 and 3.2 are scaled already, and end at 131,072 | some loss within the trained length |
 # | memory is enough, and a step takes too long | a window (recipe 7), or several GPUs ([notebook 02](../notebooks/02_multi_gpu_training.ipynb)) | another model, or more cards |
@@ -1240,7 +1244,7 @@ print(f"checkpoints alone make the text {alone:.1f}× as long,", end=" ")
 print(f"beside the chunked loss {both:.1f}×")
 
 # %% [markdown]
-# Without the chunked loss, checkpoints stop at the logits. Without checkpoints, the chunked loss gains little. The large factor belongs to the pair: **switch both on**. It is 11 and not 19, because the inputs stay, and because one block is there in full while it is computed again: bytes of 33 + 24 inputs in the place of 583, ten times fewer. *Not when* activations are not at the peak: then you pay a forward for nothing.
+# Without the chunked loss, checkpoints stop at the logits. Without checkpoints, the chunked loss gains little. The large factor belongs to the pair: **switch both on**. It is 11 and not 19, because the inputs stay, and because one block is there in full while it is computed again: bytes of 33 + 24 inputs (30 blocks and three of the last norm wait) in the place of 583, ten times fewer. *Not when* activations are not at the peak: then you pay a forward for nothing.
 #
 # ### 4. Tiled MLP
 #
@@ -1510,7 +1514,7 @@ print(f"{at_the_longest * longest / 3600:.1f} hours for the step")
 #
 # **On an H100 that plays a smaller card.** PyTorch's allocator got the memory that an RTX 4090 leaves for tensors, and nothing beyond. Then *checkpoints*, *a chunked loss* or *all five lines*, with *all weights* in 16 bits or *QLoRA*, took one step of each length up to 140,000 tokens that the table of that day promised on 24 GB. All twelve fitted. (Longer ones were left out to save time.)
 #
-# The predictions beside them were made *after* the run, by code that it had corrected in two places, so they are no forecast: they show that it accounts for these twelve. Five of the lengths differ from today's table for that reason. Of today's longest texts 3B (43K) is below a step that ran, and 8B (161K) a fifth above one; none of the others has run. Below five seconds the seconds say nothing: no step had warmed up. That run pinned whole inputs, which PyTorch rounds up to a power of two: 67 GB for the last row. Today's lines pin pieces of 64 MiB, 34 GB, which no card has run.
+# The predictions beside them were made *after* the run, by code that it had corrected in two places, so they are no forecast: they show that it accounts for these twelve. Five of the lengths differ from today's table for that reason. Of today's longest texts 3B (43K) is below a step that ran, which took some of the 5 % that the table leaves, and 8B (161K) a fifth above one; none of the others has run. Below five seconds the seconds say nothing: no step had warmed up. That run pinned whole inputs, which PyTorch rounds up to a power of two: 67 GB for the last row. Today's lines pin pieces of 64 MiB, 34 GB, which no card has run.
 #
 # <!-- numbers:lengths_on_a_card-04 -->
 # | model, what trains, lines | tokens | predicted, GiB | measured, GiB | difference | seconds |
@@ -1616,7 +1620,7 @@ for way, fewer in fewer_pairs.items():
     print(f"({min(ratios):.1f} to {max(ratios):.1f}), {fewer:4.1f}× fewer scores")
 
 # %% [markdown]
-# To the guess: about an eighth of the pairs is left, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. In whole blocks 6.6 times fewer scores are left, and the clock of two CPU cores says about 7: the row *full* loses a little to its size, too. *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
+# To the guess: about an eighth of the pairs is left, because a token reads half of the text on average, and a sixteenth of the text is an eighth of that. In whole blocks 6.6 times fewer scores are left, and the clock of two CPU cores says about 7. *Block-sparse* lets a block of tokens read the blocks just before it and a few that all read ([its file](../recipes_lib/attention/block_sparse/__init__.py)).
 #
 # The model was trained to read more. What does it cost to read less?
 
