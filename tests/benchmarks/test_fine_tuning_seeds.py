@@ -1,5 +1,6 @@
-"""Notebook 05's task with other seeds."""
+"""Notebook 05's task with other seeds, and its second task."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -7,6 +8,7 @@ import pytest
 
 from benchmarks import fine_tuning_seeds, study
 from benchmarks.fine_tuning_seeds import REMINDERS, Settings, compare, trained
+from benchmarks.function_names import BLANK, compare_names, name_pairs
 
 TINY = Settings(model="tiny-smollm2", pairs=8, held_out=1)
 
@@ -46,3 +48,23 @@ def test_a_run_that_was_cut_goes_on_after_its_last_way(monkeypatch, tmp_path):
     assert took == ["first", "cut", "second"]
     run(arguments=["--pairs", "4"])
     assert took[3:] == ["first", "second"]
+
+
+def test_a_question_does_not_hold_its_answer():
+    """The mistakes: a call or the docstring has the name, and a held-out function trains."""
+    train, held_out = (name_pairs(split=split, limit=200) for split in ("train", "validation"))
+    for pair in train + held_out:
+        assert BLANK in pair["prompt"]
+        assert not re.search(rf"\b{pair['completion']}\b", pair["prompt"])
+    assert not {pair["prompt"] for pair in train} & {pair["prompt"] for pair in held_out}
+
+
+def test_names_are_compared_in_all_ways_and_with_a_rule(monkeypatch, tmp_path):
+    """The mistakes: a way is left out, and a rule that any answer passes or none."""
+    monkeypatch.setenv("RECIPES_RUNS", str(tmp_path))
+    monkeypatch.setattr(fine_tuning_seeds, "examined", lambda *_: {})
+    monkeypatch.setattr(fine_tuning_seeds, "trained", lambda way, *_, seed: {"way": way})
+    settings = replace(TINY, seeds=(1,), held_out=200)
+    *_, found = compare_names(settings)
+    assert [run["way"] for run in found["runs"]] == ["full fine-tuning", "LoRA", "LoRA, small rate"]
+    assert 0 < found["rule"] < 40
