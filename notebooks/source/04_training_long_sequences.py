@@ -22,17 +22,27 @@
 # > |---|--:|--:|--:|
 # > | checkpoints alone | 9,523 | 9,523 | |
 # > | a loss in chunks, too | 33,937 | 26,519 | |
-# > | inputs of blocks on the host, too: all that transformers and TRL have switches for | 64,614 | | 16 GB |
+# > | inputs of blocks on the host, too: all that TRL has switches for, in our form | 64,614 | | 16 GB |
 # > | tiles, too: **the five lines** | 161,072 | 135,015 | 41 GB |
 # >
-# > **On two CPU cores**, all weights of smollm2-135m within 4 GiB of tensors: 895 tokens with eager attention, 1,589 by default, 54,182 with all the switches and **92,346 with the five lines**, counted in *dry steps*, on tensors without data. At 4,096 tokens, the longest real step, they say 2,170 MiB, and it took 2,170. On 16,384 tokens the blocks take 1.32× (1.28–1.34) the time of plain ones, and 1.30× (1.26–1.34) with the switches; a step of 92,346 would take 2.6 hours there, by a line through two shorter ones. In 20 steps of training no loss differs from that of the plain steps by more than 0.0029; plain steps in fp32 differ by 0.0013.
+# > **On two CPU cores**, all weights of smollm2-135m within 4 GiB of tensors: 895 tokens with eager attention, 1,589 by default, 54,182 with all the switches, **92,346 with the five lines**, counted in *dry steps*, on tensors without data. On 16,384 tokens the blocks take 1.32× (1.28–1.34) the time of plain ones; a step of 92,346 would take 2.6 hours there, by a line through two shorter ones. In 10 steps of training on texts of 4,096 tokens no loss differs from that of the plain steps by more than 0.0003; plain steps in fp32 differ by 0.0006.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
 #
-# Memory holds weights, gradients, the optimizer's averages (*states*), and what forward keeps (*activations*). Only the last grows with the text, and the five lines shrink it. A *checkpoint* here is no file: of a block only its input is kept, and the rest is computed again. In *tiles* an MLP works on some of the tokens at a time. The steps on the H100 had random weights, and Llama knows 131,072 positions. (That run pinned 67 GB of the host's memory, where today's code pins 34, [which no card has run](#Do-such-predictions-hold-on-a-card?).) An RTX 4090 would take some 9 to 12 minutes for the longest, [by arithmetic](#What-do-16K-to-128K-take-on-24-GB?). Axolotl and Unsloth have [switches](#With-Axolotl-or-Unsloth) for all of this, transformers and TRL for all but the tiles.
+# Memory holds weights, gradients, the optimizer's averages (*states*), and what forward keeps (*activations*). Only the last grows with the text, and the five lines shrink it. A *checkpoint* here is no file: of a block only its input is kept, and the rest is computed again. In *tiles* an MLP works on some of the tokens at a time. The steps on the H100 had random weights, and Llama knows 131,072 positions. (That run pinned 67 GB of the host's memory, where today's code pins 34, [which no card has run](#Do-such-predictions-hold-on-a-card?).) An RTX 4090 would take some 9 to 12 minutes for 131,072, [by arithmetic](#What-do-16K-to-128K-take-on-24-GB?). Axolotl and Unsloth have [switches](#With-Axolotl-or-Unsloth) for all of this, transformers and TRL for all but the tiles.
 #
-# **Which lines are yours?** Up to Llama 3.2 1B and 50,000 tokens, with clipping: those below, all weights in fp32. Longer, or three billion: [all weights in 16 bits](#Two-ways-for-larger-models). Eight billion: [*QLoRA*](#Two-ways-for-larger-models). They are for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.)
+# **Which lines are yours?** The longest texts on 24 GB, by arithmetic; each column has one recipe more:
+#
+# | what trains | checkpoints and a loss in chunks | inputs on the host, too | tiles, too: five lines | the lines |
+# |---|--:|--:|--:|---|
+# | Llama 3.2 1B, all weights in fp32 | 22,700 | 22,900 | 50,500 | the block below |
+# | 1B, all weights in 16 bits | 74K | 102K | 293K | [step in backward](#Two-ways-for-larger-models): no clipping |
+# | 3B, all weights in 16 bits | 9K | 19K | 43K | the same |
+# | 3B, QLoRA | 64K | 123K | 254K | [QLoRA](#Two-ways-for-larger-models) |
+# | 8B, QLoRA | 34K | 65K | 161K | the same |
+#
+# Take the first column that holds your text: leave the lines of the others out. [Other cards](#The-longest-texts), [times](#What-do-16K-to-128K-take-on-24-GB?) and [all cases](#Which-row-is-yours) stand below. It is for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.)
 #
 # **The five lines** are the three calls and the two `with`. Weights in fp32 take 16 bytes each: weight, gradient and AdamW's two averages.
 #
@@ -68,7 +78,7 @@
 #     print(f"{loss.item():.3f}, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 # ```
 #
-# At 50,000 tokens 15 inputs (of 16 blocks) × 50,000 × 2,048 × 4 bytes = 6 GB wait on the host. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#On-a-T4).
+# The last piece is shorter, and a whole step, too; one of a single token is refused. Tokens that are not to be learned get -100 in `labels`. To judge, stay in training mode, under `torch.no_grad()`: with `model.eval()` all logits come back, and these models have no dropout. At 50,000 tokens 15 inputs (of 16 blocks) × 50,000 × 2,048 × 4 bytes = 6 GB wait on the host. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#On-a-T4).
 #
 # | | |
 # |---|---|
@@ -527,12 +537,14 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 # - *QLoRA*: adapters train, on a frozen base of 4 bits ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)).
 #
 # ```python
-# # All weights, with the imports, `name` and `ids` of the block at the top
+# # All weights, with the imports and `text` of the block at the top
 # from functools import partial
 # from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
 # from recipes_lib.precision.pure_bf16 import bf16_adamw
 #
-# length = 40_000  # of 3B on 24 GB; else the last number of your entry below
+# name = "meta-llama/Llama-3.2-3B"
+# ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids
+# length = 40_000  # on 24 GB
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).cuda().train()
 # rounded = partial(bf16_adamw, rounding="stochastic")
 # optimizer = apply_optimizer_in_backward(model, optimizer_class=rounded, lr=2e-5)
@@ -555,7 +567,7 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
 #
 # name = "meta-llama/Llama-3.1-8B"
 # ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids
-# length = 131_072  # on 24 GB, of 161,000 by arithmetic; 34 GB wait on the host
+# length = 131_072  # on 24 GB, of 161,000 by arithmetic; 33 GB wait on the host
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).cuda().train()
 # model = apply_qlora(model, compute_dtype=torch.bfloat16)  # rank 16, on all linear layers
 # adapters = [weight for weight in model.parameters() if weight.requires_grad]
@@ -755,10 +767,10 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 #
 # In each field the first of the four that fits, the time of a step, and what waits on the host.
 #
-# Time is by arithmetic, for an RTX 4090 which reaches as much of its data sheet's rate as the slowest step of that kind did on the H100: with tiles that of the five lines, else that of a chunked loss, and 5 % more for the offload, the most that others [measured](#6.-Offloaded-inputs). The slowest with the five lines was that of 3B, whose 15 s hold the pinning of 14 GB of host memory, too, which a run does once. By the rate of 8B, 91 s, its times are a quarter shorter. Weights that are frozen are counted as if they trained, in the rates and in the times.
+# Time is by arithmetic, for an RTX 4090 that reaches as much of its data sheet's rate as the steps of that kind did on the H100, from the fastest to the slowest: with tiles those of the five lines, else those of a chunked loss, and 5 % more for the offload, the most that others [measured](#6.-Offloaded-inputs). The five lines' steps hold the pinning of host memory, too, which a run does once; what tiles cost alone on a GPU is not known. Weights that are frozen are counted as if they trained, in the rates and in the times.
 
 # %%
-# Of the rate in the data sheet, the slowest step with this stack. Short ones had not warmed up.
+# Of the rate in the data sheet, by stack. Shorter steps had not warmed up.
 print("of its data sheet's rate the H100 reached")
 reached = {}
 for which, step in recorded("lengths").items():
@@ -766,7 +778,7 @@ for which, step in recorded("lengths").items():
         shape, _, stack = which.split(", ")
         operations = step_operations(on_meta(shape), rows=1, length=step["tokens"])
         share = operations / step["seconds"] / CARDS["H100"].rate
-        reached[stack] = min(share, reached.get(stack, 1))
+        reached.setdefault(stack, []).append(share)
         print(f"  {share:.0%} with {which}, {step['tokens']:,} tokens")
 
 
@@ -776,12 +788,13 @@ def least(which, tokens):
         return "–"
     stack = next(name for name, most in zip(stacks, on_24[which]) if most >= tokens)
     model = on_meta(which.split(", ")[0])
-    measured = "five lines" if stack == "+ tiles" else "chunked loss"
+    rates = reached.get("five lines" if stack == "+ tiles" else "chunked loss", [1])
     operations = step_operations(model, rows=1, length=tokens)
-    seconds = operations / reached.get(measured, 1) / CARDS["RTX 4090"].rate
+    seconds = operations / CARDS["RTX 4090"].rate
     if stack == "+ offload":
         seconds *= 1.05
-    answer = f"{stack}, {duration(seconds)}"
+    fastest, slowest = (duration(seconds / rate) for rate in (max(rates), min(rates)))
+    answer = f"{stack}, {fastest} to {slowest}"
     if stack in ("+ offload", "+ tiles"):
         width = (model.config.num_hidden_layers - 1) * model.config.hidden_size
         answer += f", {2 * width * tokens / 1e9:,.0f} GB"
@@ -795,7 +808,7 @@ for which in on_24:
 Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 
 # %% [markdown]
-# So a million tokens for 8B are 31 steps of 32K, 26 minutes, or 8 of 131K, 1.6 hours, by the same arithmetic.
+# So a million tokens for 8B are 31 steps of 32K, 21 to 26 minutes, or 8 of 131K, 1.2 to 1.6 hours.
 #
 # *The block at the top* has weights in fp32 and products in 16 bits, and so have *QLoRA*'s embedding and norms where they are kept in fp32. The arithmetic knows one precision at a time, so these lengths were found by bisection, and dry steps with that card's limit say how full it would be:
 
