@@ -20,16 +20,16 @@
 # >
 # > | way | right, of 64 (95 %) | perplexity of source code, after / before | of English prose | peak of a step, MiB | time of a step |
 # > |---|--:|--:|--:|--:|--:|
-# > | full fine-tuning | 63 (59–64) | × 1.04 | × 1.04 | 2,161 | 1.00× (1.00–1.33) |
-# > | LoRA | 60 (54–62) | × 1.43 | × 1.54 | 481 | 0.79× (0.67–0.79) |
-# > | QLoRA | 35 (27–42) | × 1.78 | × 2.09 | 331 | 0.97× (0.75–0.97) |
+# > | full fine-tuning | 63 (59–64) | × 1.04 | × 1.04 | 2,161 | 1.00× (1.00–1.27) |
+# > | LoRA | 60 (54–62) | × 1.43 | × 1.54 | 481 | 0.76× (0.67–0.79) |
+# > | QLoRA | 35 (27–42) | × 1.78 | × 2.09 | 331 | 0.77× (0.73–1.01) |
 # >
 # > Peaks and times are of one step with the plain loss, on CPU cores. Full fine-tuning has fp32 weights and bf16 autocast, LoRA a base in bf16. Three seeds, other rates and ranks, and a second task from real code are in section 5.
 # >
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-28.
 # <!-- end -->
 #
-# A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA rounds a second time: read its row as a warning, and not as its price on 16-bit weights.
+# A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA rounds a second time: read its row as a warning, and not as its price on 16-bit weights. Afterwards all three answer [ordinary questions](#5.-The-run:-does-the-model-learn-the-task?) in JSON, too.
 #
 # **In a hurry?** [The loop](#The-loop) is what trains on this page, and [a script](#A-script-to-copy) does the same with TRL. [The run](#5.-The-run:-does-the-model-learn-the-task?) shows what each way learned and forgot, and [three seeds](#Which-rate?-Three-seeds) which rate, rank and layers, and [real code](#Does-it-hold-on-real-data?) whether that holds. [Settings](#Which-settings-matter?) and [cards](#Which-card?) are two tables.
 #
@@ -91,7 +91,7 @@ cpu = dict(
     steps=96,  # of one pass through the pairs
     script_steps=10,  # of the script
     held_out=64,  # sentences that judge, and are never trained on
-    rounds=3,  # of timing
+    rounds=5,  # of timing
     few=4,  # blocks on which packing is timed
 )
 more = dict(rows=16, steps=300, held_out=200)
@@ -332,9 +332,9 @@ del model
 #
 #
 # pairs = load_dataset("json", data_files="pairs.jsonl", split="train").filter(short_enough)
-# # With rows of one source: split by source. `score` asks each test row,
-# # one by one, before and after: take 100 to 200 rows, as `test_size=200`.
-# parts = pairs.train_test_split(test_size=0.1, seed=0)
+# # With rows of one source: split by source. `score` asks each test row, one by one, before and
+# # after. Who chooses rate and epochs by it judges the last model on rows that nothing has seen.
+# parts = pairs.train_test_split(test_size=100, seed=0)
 # # Some 30 paragraphs of a kind that it must not forget, such as answers of the base model to
 # # general questions, with empty lines between them.
 # to_keep = [text for text in open("keep.txt").read().split("\n\n") if len(text) > 100]
@@ -429,7 +429,7 @@ del model
 #
 # A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. The pairs of this page as such a file: `Dataset.from_list([as_messages(pair) for pair in pairs]).to_json("pairs.jsonl")`, with the names of the next cells. `score` counts answers that are right to the letter. For free text compare `eval_loss`, and read 30 answers side by side. *All weights*: leave `peft_config` out, load in `torch.float32`, take a rate of 3e-5 (with billions of weights 1e-5), and load with `AutoModelForCausalLM`, without `merge_and_unload`.
 #
-# The same calls run here, for four steps with the loop's larger rate.
+# The calls of the training run here, for four steps with the loop's larger rate.
 
 # %%
 from recipes_lib.fine_tuning.adapter_files import save_merged
@@ -547,7 +547,7 @@ del shapes
 #
 # Two numbers judge a model. The *score* counts the answers that are right to the letter. The *held-out loss* is the cross-entropy on new sentences, per token of the answers. Its unit is the *nat*. Other sentences would give other numbers, so each has an interval of 95 %. Two models are compared on the *same* sentences: what makes a sentence hard for both is then gone. The interval of a difference comes from drawing the sentences anew, with replacement, 2,000 times.
 #
-# A model that learns a task can forget what it knew. So an examination also asks how well it predicts text of two other kinds, 32 pieces of 64 tokens of each: the source code of Python, and the English prose of its manual. *Perplexity*, e to the loss per token, says among how many tokens the model hesitates.
+# A model that learns a task can forget what it knew. So an examination also asks how well it predicts text of two other kinds, 32 pieces of 64 tokens of each: the source code of Python, and the English prose of its manual. *Perplexity*, e to the loss per token, says among how many tokens the model hesitates. And it puts three ordinary questions, to be read by you.
 
 # %%
 import math
@@ -564,6 +564,11 @@ from recipes_lib.fine_tuning.honest_evaluation import (
 )
 
 wanted = [pair["completion"] for pair in questions]
+ordinary = (
+    "What is the capital of France?",
+    "Write a sentence about the sea.",
+    "Remind me what a list is in Python.",
+)
 changed = torch.tensor(changes_hour)
 manual = "\n\n".join(pydoc_data.topics.topics.values())
 other_texts = {
@@ -598,6 +603,7 @@ def examine(model):
         right=are_right(answers),
         losses=losses_of(model, held_out),
         other={kind: losses_of(model, rows) for kind, rows in other_texts.items()},
+        ordinary=[ask(model, question) for question in ordinary],
     )
 
 
@@ -746,7 +752,7 @@ climb("everything combined", with_qlora, loss_of=answer_loss)
 # %% [markdown]
 # That is 41 MiB, 12 % less than QLoRA: 27 of the tables of logits, 59 → 32, and 14 of what is counted as activations. The tables do not halve, for answers begin at different places in the rows. In TRL it is `SFTConfig(loss_type="nll")`, its default. On a GPU that one drops the tokens without a label, and takes the rest in parts.
 #
-# *Everything combined* is QLoRA with this loss. Now the steps are timed in turns, and each time is that of the fastest turn, beside the range of the three turns; × divides the fastest by the fastest, and its range is that of the ratios turn by turn (in the first row, of its own turns):
+# *Everything combined* is QLoRA with this loss. Now the steps are timed in turns, and each time is that of the fastest turn, beside the range of the five turns; × divides the fastest by the fastest, and its range is that of the ratios turn by turn (in the first row, of its own turns):
 
 # %%
 ladder.take_turns(sizes.rounds)
@@ -757,7 +763,7 @@ ladder
 ladder.chart()
 
 # %% [markdown]
-# By the count LoRA takes 4/6 of the time, and 4 % more for the adapters. Runs of this page on two machines gave 0.65 to 0.85: it saves time, and how much is not settled. QLoRA also unpacks all weights in each step. *Everything combined* takes the least memory.
+# By the count LoRA takes 4/6 of the time, and 1 % more for the adapters. Runs of this page on two machines gave 0.65 to 0.85: it saves time, and how much is not settled. QLoRA also unpacks all weights in each step. *Everything combined* takes the least memory.
 #
 # ## 5. The run: does the model learn the task?
 #
@@ -872,6 +878,18 @@ for one, other in pairs_of_ways:
         print(f"    {kind} {compare(after[one].other[kind], after[other].other[kind])}")
 
 # %% [markdown]
+# **Guess:** what does a model that learned to write reminders answer to an ordinary question?
+
+# %%
+for number, question in enumerate(ordinary):
+    print(question)
+    for name, found in {"before": before, **after}.items():
+        answer = " ".join(found.ordinary[number].split())
+        print(f"  {name}: {answer[:100]}")
+
+# %% [markdown]
+# **The answer.** In JSON, after each of the three ways; after full fine-tuning, too, whose perplexity of other text hardly rose. So × 1.04 says that it still predicts source code and prose, and not that it still answers: 192 steps taught it that an answer is JSON. A model for one task may do that. One that has to do more needs ordinary questions with their answers among its rows, such as those of the base model (not tried here). No number of this page shows it, so read such answers.
+#
 # **Guess:** which part of an answer is wrong where it is not right?
 
 # %%
@@ -905,7 +923,7 @@ for name, found in after.items():
 # %% [markdown]
 # **What was learned.** The rule that copies gets none of the changed hours, so look at those: full fine-tuning has all 32, LoRA 31 and QLoRA 9. All three have learned the form. What is wrong is the hour: in each of LoRA's 4 wrong answers, as 10:20 am → 00:20, and in 24 of QLoRA's 29. In 6 of these 29 the task is wrong. In the picture the loss falls to about 0.1 in thirty to forty steps: the form without the clock. With all weights it goes on falling, to one or two thousandths. The held-out losses have the order of the ways, and do not say how many answers are right: judge by the score.
 #
-# **What was forgotten.** Full fine-tuning at this small rate predicts both other kinds of text nearly as well as before, × 1.04. LoRA has × 1.43 for source code and × 1.54 for prose, and QLoRA × 1.78 and × 2.09, of which the rounding alone is × 1.26 and × 1.34. A frozen base does not protect what the model knew, for the adapters act on all text. Look at text that the model must keep, and mix such text in: so [source code improved](#Which-rate?-Three-seeds); what it does to text that is not mixed in was not tested.
+# **What was forgotten**, besides ordinary answers. Full fine-tuning at this small rate predicts both other kinds of text nearly as well as before, × 1.04. LoRA has × 1.43 for source code and × 1.54 for prose, and QLoRA × 1.78 and × 2.09, of which the rounding alone is × 1.26 and × 1.34. A frozen base does not protect what the model knew, for the adapters act on all text. Look at text that the model must keep, and mix such text in: so [source code improved](#Which-rate?-Three-seeds); what it does to text that is not mixed in was not tested.
 #
 # **LoRA or all weights?** Here all weights, if they fit: they learn as much (60 and 63 are not told apart by one seed, and three seeds on 480 pairs say the same), and forget less than LoRA at 3e-4. LoRA at 1e-4 forgets little, too; it had not learned this task after 240 steps, and hardly less of [another one](#Does-it-hold-on-real-data?) than at 3e-4. Longer runs of it were not tried. What LoRA saves is memory, 78 % of the peak, and a part of the time of a step. It learns later: where its score is low, try a longer run before you leave it. Biderman et al. found the other order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. So try both, each at a rate of its own.
 #
@@ -963,13 +981,13 @@ for name, found in after.items():
 # *Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-28. Names of short functions of Python's standard library, from 480 of them; adapters have rank 4. No module is in training and in the judgement. The seeds are 1, 2, 3, in this order in each cell.*
 # <!-- end -->
 #
-# - *What is learned.* 20 to 31 of 200 names are right, to the letter, where the docstring's first word is right in 19. All weights have the most with each seed; but one such count has an interval of about 9 to each side, so the ways are hardly told apart. 480 pairs teach the form here, and little of the content: a task with so many answers needs more pairs or a larger model, and its score says so before any user does.
+# - *What is learned.* 20 to 31 of 200 names are right, to the letter, where the docstring's first word is right in 19. All weights have the most with each seed, and LoRA at 3e-4 has the lowest loss with each seed; one such count has an interval of about 9 to each side. So the ways are not told apart. 480 pairs teach the form here, and little of the content: a task with so many answers needs more pairs or a larger model, and its score says so before any user does.
 # - *What is forgotten* has the order of the reminders, and is less: × 1.04 to 1.07 with all weights, × 1.17 to 1.27 with LoRA at 3e-4.
-# - *The rate.* LoRA at 1e-4 has nearly as many names as at 3e-4, 22 to 24, and forgets as little as all weights do, × 1.03 to 1.09. With the reminders it had not learned the clock by then. So try both rates, and where the scores are alike keep the smaller one.
+# - *The rate.* LoRA at 1e-4 has 22 to 24 names, not told apart from those at 3e-4, and a loss that is 0.1 higher. It forgets as little as all weights do, × 1.03 to 1.09. With the reminders it had not learned the clock by then. So try both rates, and where the scores are alike take what forgets less.
 #
 # ### Mix in text to keep
 #
-# TRL takes rows of `input_ids` and `labels` as they are, so both kinds can stand in one dataset. Fourteen steps, one row in four, show that the code runs. What it cures is in the table. For the script, lines to copy follow the cell.
+# TRL takes rows of `input_ids` and `labels` as they are, so both kinds can stand in one dataset. Thirteen steps, one row in five, show that the code runs, and nothing else. What it cures is in the table of three seeds. For the script, lines to copy follow the cell.
 
 
 # %%
@@ -994,7 +1012,7 @@ def labelled_text(text):
 
 
 text = load_text()  # of the kind that the model must keep
-pieces = [text[400 * number :][:400] for number in range(len(few_pairs) // 3)]
+pieces = [text[400 * number :][:400] for number in range(len(few_pairs) // 4)]
 mixed = [*map(labelled_pair, few_pairs), *map(labelled_text, pieces)]
 trainer = SFTTrainer(
     NAME,
@@ -1068,7 +1086,7 @@ del served, again, loaded, elsewhere
 # %% [markdown]
 # The weights that were loaded are those that were judged. QLoRA's adapter beside the 16-bit weights is another model: it learned beside the rounded ones. Here it gets 24 answers for 35, and 2 changed hours for 9. Examine what you deploy, by its answers.
 #
-# A wrong time is valid JSON, so no parser catches it. Check such an answer against the sentence: the minutes are the same, the hour is the same modulo 12, and it is 12 or more where the sentence says *pm*, and less than 12 where it says *am*. (By *am* and *pm* alone 00:20 would pass for 10:20 am.)
+# A wrong time is valid JSON, so no parser catches it. Here a rule can, because a program made the task: check such an answer against the sentence: the minutes are the same, the hour is the same modulo 12, and it is 12 or more where the sentence says *pm*, and less than 12 where it says *am*. (By *am* and *pm* alone 00:20 would pass for 10:20 am.)
 #
 # | your case | deploy |
 # |---|---|
@@ -1242,7 +1260,7 @@ del model, output
 # |---|---|---|
 # | **labels** | answers only | wrong ones train something else, without an error |
 # | **learning rate** | LoRA 3e-4, and 1e-4 beside it; with billions of weights 1e-4 to 2e-4; all weights 3e-5, with billions 1e-5 (billions: not run here) | decides what is learned and what is forgotten: section 5 |
-# | **pairs** | as many as you can check | the score says when it is enough |
+# | **pairs** | some hundred that you have read | the score of twice as many says whether more are needed |
 # | **what trains** | all linear layers | attention alone learned far less: section 5. Name the layers where a model has experts: section 8 |
 # | rank and alpha | 4 and 32 for some hundred pairs; 16 and 32 above (not run) | few pairs need no more. Rate and alpha / r go together: who takes another alpha looks for the rate again |
 # | rows in a step | 4 to 32 (3 here, for a CPU) | adapters like large batches less than all weights do (LoRA Without Regret) |
@@ -1291,10 +1309,9 @@ for card in ("T4", "RTX 4090", "H100"):
 # | the answers never stop | the end mark: is it learned, and is padding another token? |
 # | the form is right, the content is not | twice the steps, or more pairs |
 # | it is no better than a simple rule | the wrong answers, one by one |
+# | everything is answered in the form of the task | ordinary questions with answers of the base model among the rows (not run) |
 # | the text to keep gets worse | text of that kind, mixed in; or a third of the rate, which learns less in as many steps |
 # | it is worse where it is served | QLoRA: serve on the base it was trained on |
-#
-# Small and whole, or large with LoRA, was not compared: take the model that answers best before training, an instruct one where you have few pairs.
 #
 # ## Your own data
 #
@@ -1303,7 +1320,7 @@ for card in ("T4", "RTX 4090", "H100"):
 #
 # ## When to use what
 #
-# Where 16 bytes per weight are there, on 24 GB for about one billion, try full fine-tuning at a small rate, too: here it learned as much as LoRA, and forgot less. All weights need fp32 and autocast, or 16 bits with stochastic rounding: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)). Else take LoRA on all linear layers, with the loss of section 4. Take QLoRA where the 16-bit weights do not fit. Judge by a score that a simple rule does not get, and by text that the model must keep.
+# Take the model that answers best before training, an instruct one where you have few pairs. (Small and whole, or large with LoRA, was not compared.) Where 16 bytes per weight are there, on 24 GB for about one billion, try full fine-tuning at a small rate, too: here it learned as much as LoRA, and predicts other text better. All weights need fp32 and autocast, or 16 bits with stochastic rounding: in pure bf16 most updates round to nothing ([TRAPS.md](../TRAPS.md)). Else take LoRA on all linear layers, with the loss of section 4. Take QLoRA where the 16-bit weights do not fit. Judge by a score that a simple rule does not get, and by text that the model must keep.
 #
 # Not here, with the figures of others:
 #
