@@ -103,13 +103,13 @@ smollm2 = dict(shape="smollm2-135m", layers=None, pretrained=True, rows=24, toke
 smollm2 |= dict(learner="smollm2", turns=2, compiles=True)
 # The shapes of *What fits your card*, and the two of them that also take dry steps.
 five = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-14b", "qwen2.5-32b")
-smollm2 |= dict(cards=five, second="llama-3.1-8b", largest="qwen3-14b")
+smollm2 |= dict(cards=five, second="llama-3.1-8b", largest="qwen3-14b", dry_steps=3)
 # On a GPU a shape with random weights, of which plain fp32 training fits.
 llama = smollm2 | dict(shape="llama-3.2-1b", pretrained=False, tokens=256)
 # Continuous integration checks that the code works, not how fast it is.
 tiny = dict(shape="tiny-smollm2", layers=None, pretrained=False, rows=4, tokens=64)
 tiny |= dict(learner="tiny-smollm2", turns=1, compiles=False, cards=("tiny-llama",))
-tiny |= dict(second="tiny-llama", largest="tiny-llama")
+tiny |= dict(second="tiny-llama", largest="tiny-llama", dry_steps=1)
 
 sizes = choose_sizes(
     cpu=smollm2,
@@ -1063,11 +1063,12 @@ in_32_and_16 = partial(
 as_peft_prepares = partial(
     build, qlora, recipe_2, step=partial(step_in_16_bits, texts=one_text)
 )
-for name, shape, way in (
+too_large_here = (
     ("full, 8-bit AdamW", sizes.second, in_32_and_16),
     ("QLoRA, as peft prepares it", sizes.second, as_peft_prepares),
     ("QLoRA, as peft prepares it", sizes.largest, as_peft_prepares),
-):
+)
+for name, shape, way in too_large_here[: sizes.dry_steps]:
     blocks = model_of_shape(shape, device="meta").config.num_hidden_layers
 
     def build_of(layers):
