@@ -20,7 +20,7 @@ from recipes_lib.core.data.corpus import INSTRUCTION, docstring_pairs
 
 QUESTION = "Which name does this Python function have?"
 BLANK = "____"
-LONGEST = 240  # characters of a question: about as many tokens as a reminder has
+LONGEST = 240  # characters of a question, which has some 50 tokens on average
 
 
 def name_pairs(*, split: str, limit: int) -> list[dict[str, str]]:

@@ -29,7 +29,7 @@
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-28.
 # <!-- end -->
 #
-# A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA rounds a second time: read its row as a warning, and not as its price on 16-bit weights. Afterwards all three answer [ordinary questions](#5.-The-run:-does-the-model-learn-the-task?) in JSON, too.
+# A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA rounds a second time: read its row as a warning, and not as its price on 16-bit weights. Afterwards all three answer [ordinary questions](#5.-The-run:-does-the-model-learn-the-task?) with the braces of JSON.
 #
 # **In a hurry?** [The loop](#The-loop) is what trains on this page, and [a script](#A-script-to-copy) does the same with TRL. [The run](#5.-The-run:-does-the-model-learn-the-task?) shows what each way learned and forgot, and [three seeds](#Which-rate?-Three-seeds) which rate, rank and layers, and [real code](#Does-it-hold-on-real-data?) whether that holds. [Settings](#Which-settings-matter?) and [cards](#Which-card?) are two tables.
 #
@@ -888,7 +888,7 @@ for number, question in enumerate(ordinary):
         print(f"  {name}: {answer[:100]}")
 
 # %% [markdown]
-# **The answer.** In JSON, after each of the three ways; after full fine-tuning, too, whose perplexity of other text hardly rose. So × 1.04 says that it still predicts source code and prose, and not that it still answers: 192 steps taught it that an answer is JSON. A model for one task may do that. One that has to do more needs ordinary questions with their answers among its rows, such as those of the base model (not tried here). No number of this page shows it, so read such answers.
+# **The answer.** All nine answers begin as JSON, and none is a sentence: after full fine-tuning, too, whose perplexity of other text hardly rose. So × 1.04 says that it still predicts source code and prose, and not that it still answers: 192 steps taught it that an answer is JSON. A model for one task may do that. One that has to do more needs ordinary questions with their answers among its rows, such as those of the base model (not tried here). No number of this page shows it, so read such answers.
 #
 # **Guess:** which part of an answer is wrong where it is not right?
 
@@ -983,7 +983,7 @@ for name, found in after.items():
 #
 # - *What is learned.* 20 to 31 of 200 names are right, to the letter, where the docstring's first word is right in 19. All weights have the most with each seed, and LoRA at 3e-4 has the lowest loss with each seed; one such count has an interval of about 9 to each side. So the ways are not told apart. 480 pairs teach the form here, and little of the content: a task with so many answers needs more pairs or a larger model, and its score says so before any user does.
 # - *What is forgotten* has the order of the reminders, and is less: × 1.04 to 1.07 with all weights, × 1.17 to 1.27 with LoRA at 3e-4.
-# - *The rate.* LoRA at 1e-4 has 22 to 24 names, not told apart from those at 3e-4, and a loss that is 0.1 higher. It forgets as little as all weights do, × 1.03 to 1.09. With the reminders it had not learned the clock by then. So try both rates, and where the scores are alike take what forgets less.
+# - *The rate.* LoRA at 1e-4 has 22 to 24 names, not told apart from those at 3e-4, and a loss that is about 0.1 higher. It forgets as little as all weights do, × 1.03 to 1.09. With the reminders it had not learned the clock by then. So try both rates, and where the scores are alike take what forgets less.
 #
 # ### Mix in text to keep
 #
@@ -1086,7 +1086,7 @@ del served, again, loaded, elsewhere
 # %% [markdown]
 # The weights that were loaded are those that were judged. QLoRA's adapter beside the 16-bit weights is another model: it learned beside the rounded ones. Here it gets 24 answers for 35, and 2 changed hours for 9. Examine what you deploy, by its answers.
 #
-# A wrong time is valid JSON, so no parser catches it. Here a rule can, because a program made the task: check such an answer against the sentence: the minutes are the same, the hour is the same modulo 12, and it is 12 or more where the sentence says *pm*, and less than 12 where it says *am*. (By *am* and *pm* alone 00:20 would pass for 10:20 am.)
+# A wrong time is valid JSON, so no parser catches it. Here a rule can, because a program made the task: beside the sentence the minutes are the same, the hour is the same modulo 12, and it is 12 or more where the sentence says *pm*, and less than 12 where it says *am*. (By *am* and *pm* alone 00:20 would pass for 10:20 am.)
 #
 # | your case | deploy |
 # |---|---|
