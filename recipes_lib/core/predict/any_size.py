@@ -121,9 +121,20 @@ def _from_dry_steps(
 
 
 def _phases_of(timeline: Timeline) -> list[torch.Tensor]:
-    """The phases of a shallow step, as bytes [operators, kinds]."""
+    """The phases of a shallow step, as bytes [operators, kinds].
+
+    What a loop does between backward and step is apart: clipping has operators for each weight, so
+    behind it the k-th operator from the end would be another moment at each depth.
+    """
     table = _bytes_by_operator(timeline)
-    return [table[begin : end + 1] for _, begin, end in timeline.phases()]
+    parts = []
+    for _, begin, end in timeline.phases():
+        phase = table[begin : end + 1]
+        of_backward = phase[:, [KINDS.index("gradients"), KINDS.index("activations")]]
+        changes = of_backward.diff(dim=0).any(1).nonzero()
+        border = int(changes[-1]) + 2 if len(changes) else 0
+        parts += [phase[:border], phase[border:]]
+    return parts
 
 
 def _bytes_by_operator(timeline: Timeline) -> torch.Tensor:

@@ -50,6 +50,29 @@ def test_blocks_of_two_kinds_repeat_with_a_period():
     assert step.peak(layers=10) == predict(narrow_and_wide(10)).peak
 
 
+def test_clipping_moves_no_moment():
+    """The mistake: clipping has operators for each weight, so what lies in front of it is followed
+    as another moment of the deeper step."""
+
+    def clipped(layers):
+        def build():
+            recipe = RECIPES["QLoRA, checkpointed"]
+            model, optimizer, step = build_of("llama", recipe, num_hidden_layers=layers)()
+            plain_step = optimizer.step
+
+            def clip_and_step():
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                plain_step()
+
+            optimizer.step = clip_and_step
+            return model, optimizer, step
+
+        return build
+
+    step = any_size(clipped, layers=(2, 3))
+    assert step.at(layers=DEPTH) == pytest.approx(predict(clipped(DEPTH)).at_peak(), abs=NOTHING)
+
+
 def test_a_result_is_kept_on_disk(tmp_path, monkeypatch):
     """The mistake: it is found again for other sizes, or computed again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
