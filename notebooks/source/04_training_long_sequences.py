@@ -170,7 +170,7 @@ cpu = dict(
     trained="smollm2",  # the model whose losses say something
     cards=("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"),  # shapes for the cards
     most=2**20,  # tokens, of a dry step on a card
-    checked=6,  # of the ways on 24 GB whose dry step is taken
+    checked=8,  # of the ways on 24 GB whose dry step is taken
 )
 gpu16 = cpu | dict(shape="llama-3.2-1b", layers=4, limit=11 * GIB, common=1024)
 gpu16 |= dict(tile=512, cost=16384, read=65536, window=4096)
@@ -179,7 +179,7 @@ gpu24 = gpu16 | dict(layers=None, limit=14 * GIB)
 brief = cpu | dict(shape="tiny-smollm2", trained="tiny-smollm2", limit=80 * 2**20)
 brief |= dict(common=32, grows=256, tile=16, short=256, long=512, cost=256)
 brief |= dict(few=2, steps=2, fewer=2, learns=32, read=1024, window=64, rounds=1)
-brief |= dict(cards=("tiny-smollm2",), most=256, checked=2)
+brief |= dict(cards=("tiny-smollm2",), most=256, checked=4)
 sizes = choose_sizes(cpu=cpu, gpu16=gpu16, gpu24=gpu24, gpu80=gpu24, fast=brief)
 sizes
 
@@ -436,7 +436,7 @@ import warnings
 
 import transformers
 from datasets import Dataset, disable_progress_bars
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 from recipes_lib.fine_tuning.qlora import apply_qlora, quantize_nf4
 
@@ -498,7 +498,7 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
     in_trl[which] = max(abs(a - b) for a, b in zip(*pair))
 
 # %% [markdown]
-# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. No length below is of TRL's *QLoRA*: begin with the length of a chunked loss in [the table below](#The-longest-texts), 34K for 8B on 24 GB, and go down if it fails.
+# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. The lengths of [the table below](#The-longest-texts) hold for TRL's *QLoRA*, too: its dry steps, with the offload and with tiles beside it, [fill 1 to 2 % less](#What-do-16K-to-128K-take-on-24-GB?) than the table gives them.
 #
 # ### With Axolotl or Unsloth
 #
@@ -655,7 +655,7 @@ for method, (its_ways, build, lr) in on_24_gb.items():
 #
 # ### The longest texts
 #
-# Each entry of the table has four lengths, in thousands of tokens, and each arrow adds a recipe:
+# Each entry of the table has four lengths, in thousands of tokens, and each arrow adds to the recipes before it:
 #
 # 1. *checkpoints*;
 # 2. *a chunked loss*, too;
@@ -708,7 +708,7 @@ stacks = {
     "+ offload": ALL_SWITCHES,
     "+ tiles": FIVE_LINES,
 }
-header = ["", *cards.values(), "24 GB, no offload"]
+header = ["length 1 → 2 → 3 → 4", *cards.values(), "24 GB, no offload"]
 table = [header, ["---", *["--:" for _ in header[1:]]]]
 on_24, shares = {}, []
 for shape in sizes.cards:
@@ -810,7 +810,7 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 # %% [markdown]
 # So a million tokens for 8B are 31 steps of 32K, 21 to 26 minutes, or 8 of 131K, 1.2 to 1.6 hours.
 #
-# *The block at the top* has weights in fp32 and products in 16 bits, and so have *QLoRA*'s embedding and norms where they are kept in fp32. The arithmetic knows one precision at a time, so these lengths were found by bisection, and dry steps with that card's limit say how full it would be:
+# *The block at the top* has weights in fp32 and products in 16 bits, and so have *QLoRA*'s embedding and norms where they are kept in fp32. The arithmetic knows one precision at a time, so these lengths were found by bisection, and dry steps with that card's limit say how full it would be. The last two are *QLoRA* as TRL's trainer makes it, on lengths of the table:
 
 
 # %%
@@ -831,9 +831,26 @@ def adapters_beside_fp32(model):
     return rest_in_fp32(adapters_in_five_lines(model))
 
 
+def qlora_of_trl(model, tiles):
+    """As its trainer makes it from a base in four bits: the adapters have 16 bits, too."""
+    model = quantize_nf4(model.to(torch.bfloat16), compute_dtype=torch.bfloat16)
+    if tiles:
+        apply_tiled_mlp(model, norms=True)
+    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+    model.enable_input_require_grads()
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.bfloat16()
+    return with_all_switches(model)
+
+
 stays = Way(with_checkpoints, **as_one_trains)  # no offload
 with_chunks = stays._replace(adapt=with_all_switches)
 no_offload = with_chunks._replace(adapt=with_five_lines)
+by_trl, by_trl_in_tiles = (
+    Way(partial(qlora_of_trl, tiles=tiles), inputs_wait_in_turns, in_16_bits, 1.0)
+    for tiles in (False, True)
+)
 small, large = sizes.cards[0], sizes.cards[-1]
 tried = {
     "checkpoints": (small, stays, 4_300),
@@ -846,6 +863,8 @@ tried = {
         Way(adapters_beside_fp32, inputs_wait, in_16_bits),
         91_400,
     ),
+    "QLoRA by TRL, all switches": (large, by_trl, 64_600),
+    "QLoRA by TRL, tiles, too": (large, by_trl_in_tiles, 161_000),
 }
 card = CARDS["RTX 4090"]
 filled = {}
