@@ -22,6 +22,7 @@ depths              deep and thin at equal weights
 distillation        a student with its teacher and without
 fine_tuning_seeds   notebook 05's task with other seeds
 function_names      ... and a task that nobody made
+own_answers         ... and whether ordinary questions are still answered
 long_texts          notebook 04's recipes on 16,384 tokens, and training on 4,096
 muon                Muon beside AdamW
 quantization_aware  training with the rounding that the file will have, and without

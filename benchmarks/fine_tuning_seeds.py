@@ -8,6 +8,7 @@ adapters are added to the weights before a model is examined.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import pydoc_data.topics
@@ -23,7 +24,13 @@ from benchmarks import study
 from recipes_lib.core.data import load_instructions
 from recipes_lib.core.data.chat_template import CHATML
 from recipes_lib.core.data.losses_and_answers import generate_answers, text_windows
+from recipes_lib.core.data.ordinary_questions import (
+    capitals_named,
+    ordinary_questions,
+    whole_sentences,
+)
 from recipes_lib.core.data.reminder_task import reminder_pairs
+from recipes_lib.core.data.tokens_and_labels import Row
 from recipes_lib.core.measure.machine import machine, seed_everything
 from recipes_lib.core.model import load_model, load_tokenizer
 from recipes_lib.fine_tuning.honest_evaluation import held_out_losses
@@ -35,7 +42,7 @@ from recipes_lib.precision.mixed_precision import mixed_precision
 @dataclass(frozen=True)
 class Way:
     """The adapters, the rate, how often a pair is seen, rows of source code in each step, the
-    rank, and the layers that have adapters.
+    rank, the layers that have adapters, and whether each step has an answer of the model's own.
     """
 
     adapters: str
@@ -44,6 +51,7 @@ class Way:
     source_code: int = 0
     rank: int = 16
     layers: str = "all-linear"
+    own_answers: bool = False
 
 
 WAYS = {
@@ -62,8 +70,8 @@ WAYS = {
     "full fine-tuning": Way("none", 1e-4, 1),
     "full fine-tuning, small rate": Way("none", 3e-5, 2),
 }
-ROWS = 4  # pairs in a step
 OTHER = 64  # tokens of a row of other text
+OWN = 40  # tokens of an answer of the model's own, at most
 WATCHED = 32  # held-out pairs that the notebook looks at while it trains; those behind them judge
 
 
@@ -87,6 +95,7 @@ class Settings:
     seeds: tuple[int, ...] = (1, 2, 3)
     pairs: int = 480
     held_out: int = 64
+    rows: int = 4  # pairs in a step
 
 
 def compare(settings: Settings, task: Task = REMINDERS) -> Iterator[dict[str, Any]]:
@@ -105,10 +114,14 @@ def trained(name: str, settings: Settings, task: Task = REMINDERS, *, seed: int)
     """One run, examined."""
     way = task.ways[name]
     pairs = task.pairs(split="train", limit=settings.pairs)
-    tokenizer = tokenizer_of(settings)
+    tokenizer = tokenizer_of(settings.model)
     rows = list(load_instructions(tokenizer, dataset=pairs))
     random.Random(seed).shuffle(rows)
-    steps = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+    size = settings.rows
+    steps = [rows[start : start + size] for start in range(0, len(rows), size)]
+    if way.own_answers:
+        own = own_answers(settings.model, len(steps))
+        steps = [[*step, row] for step, row in zip(steps, itertools.cycle(own))]
     steps = way.passes * steps
     also = way.source_code
     if also:
@@ -144,9 +157,25 @@ def trained(name: str, settings: Settings, task: Task = REMINDERS, *, seed: int)
     return facts | examined(model, settings, task)
 
 
+@functools.cache
+def own_answers(name: str, count: int) -> list[Row]:
+    """What the pretrained model says to ordinary questions, up to the last whole sentence."""
+    tokenizer = tokenizer_of(name)
+    model = load_model(name, dtype=machine().compute_dtype)
+    questions = ordinary_questions()[:count]
+    answers = generate_answers(model, tokenizer, questions, max_new_tokens=OWN, batch_size=64)
+    pairs = []
+    for question, answer in zip(questions, map(whole_sentences, answers), strict=True):
+        if answer:
+            pairs.append({"prompt": question, "completion": answer})
+    return list(load_instructions(tokenizer, dataset=pairs))
+
+
 def examined(model: Any, settings: Settings, task: Task = REMINDERS) -> dict[str, Any]:
-    """How many answers are right, their loss, and the perplexity of source code and of prose."""
-    tokenizer = tokenizer_of(settings)
+    """How many answers are right, their loss, the perplexity of source code and of prose, how many
+    ordinary questions are answered in braces, and how many capitals are named.
+    """
+    tokenizer = tokenizer_of(settings.model)
     pairs = task.pairs(split="validation", limit=WATCHED + settings.held_out)[WATCHED:]
     questions = list(load_instructions(tokenizer, dataset=pairs))
     code = study.text_rows(tokenizer, "validation", tokens=OTHER, count=32)
@@ -158,12 +187,22 @@ def examined(model: Any, settings: Settings, task: Task = REMINDERS) -> dict[str
         loss = held_out_losses(model, questions, **padded).mean
         perplexity = math.exp(held_out_losses(model, code, **padded).mean)
         of_prose = math.exp(held_out_losses(model, prose, **padded).mean)
+        ordinary = generate_answers(
+            model, tokenizer, ordinary_questions(split="validation"), batch_size=64
+        )
     right = sum(answer == pair["completion"] for answer, pair in zip(answers, pairs, strict=True))
-    return {"right": right, "loss": loss, "perplexity": perplexity, "prose": of_prose}
+    return {
+        "right": right,
+        "loss": loss,
+        "perplexity": perplexity,
+        "prose": of_prose,
+        "braces": sum(answer.startswith("{") for answer in ordinary),
+        "capitals": capitals_named(ordinary),
+    }
 
 
-def tokenizer_of(settings: Settings) -> Any:
-    tokenizer = load_tokenizer(settings.model)
+def tokenizer_of(name: str) -> Any:
+    tokenizer = load_tokenizer(name)
     tokenizer.chat_template = CHATML  # its own, without the system turn that it adds
     return tokenizer
 

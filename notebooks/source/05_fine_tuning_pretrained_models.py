@@ -16,22 +16,24 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/05_fine_tuning_pretrained_models.ipynb)
 #
 # <!-- numbers:headline-05 -->
-# > **0 → 63 of 64 answers right with full fine-tuning, and 60 with LoRA in 22% of its peak memory**, to the letter, on new sentences, after 192 steps on the same 288 pairs; one seed. A rule that copies the time as it stands gets 32, and a prompt with four examples 1.
+# > **0 → 63 of 64 answers right with full fine-tuning, and 60 with LoRA in 22% of its peak memory**, to the letter, on new sentences, after 192 steps on the same 288 pairs; one seed. (LoRA depends on the order of so few pairs: in others it has 36 and 51.) A rule that copies the time as it stands gets 32, and a prompt with four examples 1.
 # >
-# > | way | right, of 64 (95 %) | perplexity of source code, after / before | of English prose | peak of a step, MiB | time of a step |
+# > | way | right, of 64 (95 %) | ordinary questions answered in the braces of the task, of 36 | perplexity of source code and of prose, × before | peak of a step, MiB | time of a step |
 # > |---|--:|--:|--:|--:|--:|
-# > | full fine-tuning | 63 (59–64) | × 1.04 | × 1.04 | 2,161 | 1.00× (1.00–1.27) |
-# > | LoRA | 60 (54–62) | × 1.43 | × 1.54 | 481 | 0.76× (0.67–0.79) |
-# > | QLoRA | 35 (27–42) | × 1.78 | × 2.09 | 331 | 0.77× (0.73–1.01) |
+# > | full fine-tuning | 63 (59–64) | 36 | 1.04; 1.04 | 2,161 | 1.00× (1.00–1.42) |
+# > | LoRA | 60 (54–62) | 36 | 1.43; 1.54 | 481 | 0.85× (0.71–0.88) |
+# > | QLoRA | 35 (27–42) | 36 | 1.78; 2.09 | 331 | 0.94× (0.89–1.00) |
+# >
+# > **So that it still answers in words**, put ordinary questions to the model before training, and mix its own answers in, one row in four: LoRA then has 58 and 61 right after 384 steps with 2 seeds, and of the ordinary questions it answers 0 in braces (section 5).
 # >
 # > Peaks and times are of one step with the plain loss, on CPU cores. Full fine-tuning has fp32 weights and bf16 autocast, LoRA a base in bf16. Three seeds, other rates and ranks, and a second task from real code are in section 5.
 # >
 # > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-28.
 # <!-- end -->
 #
-# A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA rounds a second time: read its row as a warning, and not as its price on 16-bit weights. Afterwards all three answer [ordinary questions](#5.-The-run:-does-the-model-learn-the-task?) with the braces of JSON.
+# A pretrained model knows a language, and not your task. This page teaches a small model to turn a sentence into a reminder that a program can read, as JSON. It trains in three ways. *Full fine-tuning* changes all weights. *LoRA* freezes them and trains small matrices beside them, the *adapters*. *QLoRA* also stores the frozen weights in four bits. The weights here had been rounded to four bits before, so QLoRA rounds a second time: read its row as a warning, and not as its price on 16-bit weights. Afterwards all three answer [ordinary questions](#5.-The-run:-does-the-model-learn-the-task?) with the braces of JSON, unless [answers of their own](#Keep-ordinary-answers) were mixed in.
 #
-# **In a hurry?** [The loop](#The-loop) is what trains on this page, and [a script](#A-script-to-copy) does the same with TRL. [The run](#5.-The-run:-does-the-model-learn-the-task?) shows what each way learned and forgot, and [three seeds](#Which-rate?-Three-seeds) which rate, rank and layers, and [real code](#Does-it-hold-on-real-data?) whether that holds. [Settings](#Which-settings-matter?) and [cards](#Which-card?) are two tables.
+# **In a hurry?** [The loop](#The-loop) is what trains on this page, and [a script](#A-script-to-copy) does the same with TRL. [The run](#5.-The-run:-does-the-model-learn-the-task?) shows what each way learned and forgot, [three seeds](#Which-rate?-Three-seeds) which rate, rank and layers, [real code](#Does-it-hold-on-real-data?) whether that holds, and [own answers](#Keep-ordinary-answers) how a model goes on answering. [Settings](#Which-settings-matter?) and [cards](#Which-card?) are two tables.
 #
 # | | |
 # |---|---|
@@ -312,9 +314,9 @@ del model
 # ```python
 # # pip install "trl>=1.16" "transformers>=5" peft datasets bitsandbytes
 # import gc
-# import math
+# import re
 # import torch
-# from datasets import load_dataset
+# from datasets import Dataset, load_dataset
 # from peft import AutoPeftModelForCausalLM, LoraConfig
 # from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 # from trl import SFTConfig, SFTTrainer
@@ -324,6 +326,32 @@ del model
 # HALF = torch.bfloat16  # on a T4 torch.float16, and fp16=True below
 #
 # tokenizer = AutoTokenizer.from_pretrained(BASE)
+# four_bits = BitsAndBytesConfig(
+#     load_in_4bit=True,
+#     bnb_4bit_quant_type="nf4",
+#     bnb_4bit_use_double_quant=True,
+#     bnb_4bit_compute_dtype=HALF,
+# )
+# model = AutoModelForCausalLM.from_pretrained(
+#     BASE, dtype=HALF, quantization_config=four_bits if FOUR_BITS else None, device_map="auto"
+# )
+#
+#
+# def ask(model, turns, longest=256):  # more tokens than an answer has: one that is cut is wrong
+#     asked = tokenizer.apply_chat_template(
+#         turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+#     ).to(model.device)
+#     written = model.eval().generate(**asked, max_new_tokens=longest, do_sample=False)
+#     answer = written[0, asked["input_ids"].shape[1] :]
+#     return tokenizer.decode(answer, skip_special_tokens=True).split("</think>")[-1].strip()  # not the thoughts
+#
+#
+# def own_answer(question):  # what the model says before it is trained, in whole sentences
+#     turns = [{"role": "user", "content": question}]
+#     # About as long as an answer of the task, which a longer one would drown.
+#     whole = re.match(r".*[a-z][.!?]", ask(model, turns, longest=40), re.DOTALL)
+#     answer = {"role": "assistant", "content": whole[0] if whole else ""}
+#     return {"prompt": turns, "completion": [answer]}
 #
 #
 # def short_enough(row):  # longer rows would be cut, in silence
@@ -335,22 +363,18 @@ del model
 # # With rows of one source: split by source. `score` asks each test row, one by one, before and
 # # after. Who chooses rate and epochs by it judges the last model on rows that nothing has seen.
 # parts = pairs.train_test_split(test_size=100, seed=0)
-# # Some 30 paragraphs of a kind that it must not forget, such as answers of the base model to
-# # general questions, with empty lines between them.
-# to_keep = [text for text in open("keep.txt").read().split("\n\n") if len(text) > 100]
+# # A question per line, of all kinds that the model must go on answering: a third as many as pairs.
+# # The first ones judge. Without them the model answers everything in the form of the task.
+# questions = open("ordinary.txt").read().splitlines()[: 20 + len(parts["train"]) // 3]
+# ordinary = [row for row in map(own_answer, questions) if row["completion"][0]["content"]]
+# rows = [{part: row[part] for part in ("prompt", "completion")} for row in parts["train"]]
 #
-# four_bits = BitsAndBytesConfig(
-#     load_in_4bit=True,
-#     bnb_4bit_quant_type="nf4",
-#     bnb_4bit_use_double_quant=True,
-#     bnb_4bit_compute_dtype=HALF,
-# )
 # settings = SFTConfig(
 #     output_dir="adapter",
 #     learning_rate=3e-4,  # of adapters; with billions of weights 1e-4 to 2e-4
 #     lr_scheduler_type="cosine",
 #     warmup_steps=0.1,  # of all steps
-#     num_train_epochs=2,  # times through all pairs
+#     num_train_epochs=4,  # times through all rows; 2 without ordinary ones
 #     per_device_train_batch_size=4,
 #     per_device_eval_batch_size=4,  # the default is 8, and memory would run out before the save
 #     max_length=1024,
@@ -359,12 +383,10 @@ del model
 #     report_to="none",  # on a CPU also use_cpu=True
 # )
 # trainer = SFTTrainer(
-#     AutoModelForCausalLM.from_pretrained(
-#         BASE, dtype=HALF, quantization_config=four_bits if FOUR_BITS else None
-#     ),
+#     model,
 #     settings,
-#     train_dataset=parts["train"],
-#     eval_dataset=parts["test"],
+#     train_dataset=Dataset.from_list(rows + ordinary[20:]).shuffle(seed=0),
+#     eval_dataset={"task": parts["test"], "ordinary": Dataset.from_list(ordinary[:20])},
 #     processing_class=tokenizer,
 #     peft_config=LoraConfig(
 #         r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -379,38 +401,19 @@ del model
 # print(tokenizer.decode(labels[labels != -100]))  # the answer and its end mark, and nothing else
 #
 #
-# def ask(model, turns):
-#     asked = tokenizer.apply_chat_template(
-#         turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-#     ).to(model.device)
-#     # More tokens than the longest answer has: one that is cut counts as wrong.
-#     written = model.eval().generate(**asked, max_new_tokens=256, do_sample=False)
-#     answer = written[0, asked["input_ids"].shape[1] :]
-#     return tokenizer.decode(answer, skip_special_tokens=True).split("</think>")[-1].strip()  # not the thoughts
-#
-#
 # def score(model):
 #     answers = [ask(model, row["prompt"]) for row in parts["test"]]
 #     wanted = [row["completion"][0]["content"].strip() for row in parts["test"]]
 #     return f"{sum(a == b for a, b in zip(answers, wanted))} of {len(wanted)}"
 #
 #
-# @torch.no_grad()
-# def perplexity(model):
-#     model.eval()
-#     nats = []
-#     for text in to_keep:
-#         ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=512).to(model.device)
-#         nats.append(model(**ids, labels=ids["input_ids"]).loss.item())
-#     return math.exp(sum(nats) / len(nats))
-#
-#
-# print("right before:", score(trainer.model), "perplexity:", perplexity(trainer.model))
+# print("right before:", score(trainer.model))
+# print("losses before:", trainer.evaluate())  # of the task, and of ordinary answers
 # trainer.train()
 # trainer.save_model()
 #
 # # In a new process, or after the card is free: the model that is served, judged.
-# del trainer, weight
+# del trainer, model, weight
 # gc.collect()  # a trainer refers to itself
 # torch.cuda.empty_cache()
 # served = AutoPeftModelForCausalLM.from_pretrained(
@@ -421,13 +424,15 @@ del model
 # )
 # if not FOUR_BITS:
 #     served = served.merge_and_unload()  # the adapter is added to the weights
-# print("right after:", score(served), "perplexity:", perplexity(served))
+# print("right after:", score(served))
+# for row in ordinary[:5]:
+#     print(row["prompt"][0]["content"], ask(served, row["prompt"]), sep="\n  ")
 # if not FOUR_BITS:  # else "adapter" is served, on the four-bit base
 #     served.save_pretrained("mine")
 #     tokenizer.save_pretrained("mine")
 # ```
 #
-# A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. The pairs of this page as such a file: `Dataset.from_list([as_messages(pair) for pair in pairs]).to_json("pairs.jsonl")`, with the names of the next cells. `score` counts answers that are right to the letter. For free text compare `eval_loss`, and read 30 answers side by side. *All weights*: leave `peft_config` out, load in `torch.float32`, take a rate of 3e-5 (with billions of weights 1e-5), and load with `AutoModelForCausalLM`, without `merge_and_unload`.
+# `ordinary.txt` has one question per line, some hundred, of the kinds that your users also ask; the model answers them itself before it trains ([why](#Keep-ordinary-answers)). A line of `pairs.jsonl` is `{"prompt": [{"role": "user", "content": "…"}], "completion": [{"role": "assistant", "content": "…"}]}`: lists of messages, because plain strings get no chat template. The pairs of this page as such a file: `Dataset.from_list([as_messages(pair) for pair in pairs]).to_json("pairs.jsonl")`, with the names of the next cells. `score` counts answers that are right to the letter. For free text compare `eval_loss`, and read 30 answers side by side. *All weights*: leave `peft_config` out, load in `torch.float32`, take a rate of 3e-5 (with billions of weights 1e-5), and load with `AutoModelForCausalLM`, without `merge_and_unload`.
 #
 # The calls of the training run here, for four steps with the loop's larger rate.
 
@@ -547,7 +552,7 @@ del shapes
 #
 # Two numbers judge a model. The *score* counts the answers that are right to the letter. The *held-out loss* is the cross-entropy on new sentences, per token of the answers. Its unit is the *nat*. Other sentences would give other numbers, so each has an interval of 95 %. Two models are compared on the *same* sentences: what makes a sentence hard for both is then gone. The interval of a difference comes from drawing the sentences anew, with replacement, 2,000 times.
 #
-# A model that learns a task can forget what it knew. So an examination also asks how well it predicts text of two other kinds, 32 pieces of 64 tokens of each: the source code of Python, and the English prose of its manual. *Perplexity*, e to the loss per token, says among how many tokens the model hesitates. And it puts three ordinary questions, to be read by you.
+# A model that learns a task can forget what it knew. So an examination also asks how well it predicts text of two other kinds, 32 pieces of 64 tokens of each: the source code of Python, and the English prose of its manual. *Perplexity*, e to the loss per token, says among how many tokens the model hesitates. And it puts 36 ordinary questions: how many are answered in the braces of the task, and how many of 12 capitals are named?
 
 # %%
 import math
@@ -556,6 +561,11 @@ from types import SimpleNamespace
 
 from recipes_lib.core.data.corpus import load_text
 from recipes_lib.core.data.losses_and_answers import generate_answers, text_windows
+from recipes_lib.core.data.ordinary_questions import (
+    capitals_named,
+    ordinary_questions,
+    whole_sentences,
+)
 from recipes_lib.fine_tuning.honest_evaluation import (
     compare,
     held_out_losses,
@@ -564,11 +574,7 @@ from recipes_lib.fine_tuning.honest_evaluation import (
 )
 
 wanted = [pair["completion"] for pair in questions]
-ordinary = (
-    "What is the capital of France?",
-    "Write a sentence about the sea.",
-    "Remind me what a list is in Python.",
-)
+ordinary = ordinary_questions(split="validation")
 changed = torch.tensor(changes_hour)
 manual = "\n\n".join(pydoc_data.topics.topics.values())
 other_texts = {
@@ -603,7 +609,7 @@ def examine(model):
         right=are_right(answers),
         losses=losses_of(model, held_out),
         other={kind: losses_of(model, rows) for kind, rows in other_texts.items()},
-        ordinary=[ask(model, question) for question in ordinary],
+        ordinary=write(model, ordinary),
     )
 
 
@@ -880,15 +886,25 @@ for one, other in pairs_of_ways:
 # %% [markdown]
 # **Guess:** what does a model that learned to write reminders answer to an ordinary question?
 
+
 # %%
-for number, question in enumerate(ordinary):
-    print(question)
-    for name, found in {"before": before, **after}.items():
-        answer = " ".join(found.ordinary[number].split())
-        print(f"  {name}: {answer[:100]}")
+def show_ordinary(answers, name):
+    """How many are in braces, how many capitals are named, and three of them."""
+    braces = sum(answer.startswith("{") for answer in answers)
+    named = capitals_named(answers)
+    print(f"{name}: {braces} of {len(ordinary)} in braces, {named} of 12 capitals")
+    for number in (0, 12, 24):  # one of each kind
+        print(f"  {ordinary[number]}  {' '.join(answers[number].split())[:80]}")
+    return {"braces": braces, "capitals": named}
+
+
+answered = {
+    name: show_ordinary(found.ordinary, name)
+    for name, found in {"before": before, **after}.items()
+}
 
 # %% [markdown]
-# **The answer.** All nine answers begin as JSON, and none is a sentence: after full fine-tuning, too, whose perplexity of other text hardly rose. So × 1.04 says that it still predicts source code and prose, and not that it still answers: 192 steps taught it that an answer is JSON. A model for one task may do that. One that has to do more needs ordinary questions with their answers among its rows, such as those of the base model (not tried here). No number of this page shows it, so read such answers.
+# **The answer.** All 36 answers of all three models are in braces, and of 12 capitals they name one at most, where the pretrained model names 10. After full fine-tuning, too, whose perplexity of other text hardly rose: × 1.04 says that it still predicts source code and prose, and not that it still answers. 192 steps taught it that an answer is JSON. A model for one task may do that. For one that has to do more, [a third as many answers of its own](#Keep-ordinary-answers) mend it.
 #
 # **Guess:** which part of an answer is wrong where it is not right?
 
@@ -923,13 +939,13 @@ for name, found in after.items():
 # %% [markdown]
 # **What was learned.** The rule that copies gets none of the changed hours, so look at those: full fine-tuning has all 32, LoRA 31 and QLoRA 9. All three have learned the form. What is wrong is the hour: in each of LoRA's 4 wrong answers, as 10:20 am → 00:20, and in 24 of QLoRA's 29. In 6 of these 29 the task is wrong. In the picture the loss falls to about 0.1 in thirty to forty steps: the form without the clock. With all weights it goes on falling, to one or two thousandths. The held-out losses have the order of the ways, and do not say how many answers are right: judge by the score.
 #
-# **What was forgotten**, besides ordinary answers. Full fine-tuning at this small rate predicts both other kinds of text nearly as well as before, × 1.04. LoRA has × 1.43 for source code and × 1.54 for prose, and QLoRA × 1.78 and × 2.09, of which the rounding alone is × 1.26 and × 1.34. A frozen base does not protect what the model knew, for the adapters act on all text. Look at text that the model must keep, and mix such text in: so [source code improved](#Which-rate?-Three-seeds); what it does to text that is not mixed in was not tested.
+# **What was forgotten**, besides ordinary answers. Full fine-tuning at this small rate predicts both other kinds of text nearly as well as before, × 1.04. LoRA has × 1.43 for source code and × 1.54 for prose, and QLoRA × 1.78 and × 2.09, of which the rounding alone is × 1.26 and × 1.34. A frozen base does not protect what the model knew, for the adapters act on all text. Text that the model must keep can be mixed in: so [source code improved](#Which-rate?-Three-seeds).
 #
-# **LoRA or all weights?** Here all weights, if they fit: they learn as much (60 and 63 are not told apart by one seed, and three seeds on 480 pairs say the same), and forget less than LoRA at 3e-4. LoRA at 1e-4 forgets little, too; it had not learned this task after 240 steps, and hardly less of [another one](#Does-it-hold-on-real-data?) than at 3e-4. Longer runs of it were not tried. What LoRA saves is memory, 78 % of the peak, and a part of the time of a step. It learns later: where its score is low, try a longer run before you leave it. Biderman et al. found the other order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. So try both, each at a rate of its own.
+# **LoRA or all weights?** Here all weights, if they fit: they learn earlier (with 480 pairs LoRA has as many right, with 288 its score depends on their order), and forget less than LoRA at 3e-4. LoRA at 1e-4 forgets little, too; it had not learned this task after 240 steps, and hardly less of [another one](#Does-it-hold-on-real-data?) than at 3e-4. Longer runs of it were not tried. What LoRA saves is memory, 78 % of the peak, and a part of the time of a step. It learns later: where its score is low, try a longer run before you leave it. Biderman et al. found the other order with 7 billion weights, on code and mathematics: LoRA learns less and forgets less. So try both, each at a rate of its own.
 #
 # **QLoRA** has 39 points less than LoRA: 35 right, where the rule has 32; of the 32 that copy 26 are right. Its base was rounded twice here, so this is not its price on 16-bit weights.
 #
-# **How far to trust it.** Each way ran once on this page, with a small model and a made task ([a task from real code](#Does-it-hold-on-real-data?) is below). The intervals say what other sentences would show, and not what another run would; and the sentences share four things to do, so they are too narrow. 32 pieces of each kind of text stand for no conversation and no long text.
+# **How far to trust it.** Each way ran once on this page, with a small model and a made task ([a task from real code](#Does-it-hold-on-real-data?) is below). For LoRA 288 pairs are few: in two other orders of them it has 36 and 51 right after as many steps ([table](#Keep-ordinary-answers)), and 60 is the luckiest of the three. With [480 pairs](#Which-rate?-Three-seeds) three seeds have 62 to 64. The intervals say what other sentences would show, and not what another run would; and the sentences share four things to do, so they are too narrow. 32 pieces of each kind of text stand for no conversation and no long text.
 #
 # ### Which rate? Three seeds
 #
@@ -958,7 +974,7 @@ for name, found in after.items():
 #
 # - *All weights* at 3e-5, twice through the pairs, have 62 or 63 right each time, and keep the source code. At 1e-4, once through, they spread from 58 to 64 and forget more.
 # - *LoRA* at 3e-4 has as many, 61 to 64, and forgets far more. A third of that rate forgets little, and gets fewer right than the rule after 240 steps. At 1e-3, once through, the perplexity is 5 to 10 times as large, and fewer answers are right.
-# - *LoRA, with source code* adds 64 tokens of it to the four pairs of each step, which have about 100 learned tokens. The modules are not those that judge. (The loss is a mean over tokens: long rows of text would drown the task.) Then its perplexity ends below that of the start: the model has trained on that kind of text. Prose was not looked at in these runs. In as many steps it learns less, 36 to 51 right; in twice as many 62 or 63, as without it. LoRA alone, for as long, has 62 to 64 right and × 1.4. [Below](#Mix-in-text-to-keep) it is done in TRL.
+# - *LoRA, with source code* adds 64 tokens of it to the four pairs of each step, which have about 100 learned tokens. The modules are not those that judge. (The loss is a mean over tokens: long rows of text would drown the task.) Then its perplexity ends below that of the start: the model has trained on that kind of text. Prose was not looked at in these runs. In as many steps it learns less, 36 to 51 right; in twice as many 62 or 63, as without it. LoRA alone, for as long, has 62 to 64 right and × 1.4. (A row of text has all its tokens as labels, and is no pair: `trained` in [fine_tuning_seeds.py](../benchmarks/fine_tuning_seeds.py).)
 # - *Rank*: 4 has 62 to 64 right, as many as 16, with a quarter of the adapters' numbers; 64 has 56 to 61 in as many steps. Alpha stays 32, so what the adapters add is scaled by 8, 2 and 0.5: that may be what the rank of 64 misses. So this page takes 4.
 # - *Attention alone* (rank 16): where the MLPs have no adapters, 40 to 45 are right in place of 61 to 64, though these adapters have more numbers than those of rank 4, 1,843,200 and 1,221,120 (section *What a step needs*). They forget hardly less, × 1.4. So put adapters on all linear layers, as *LoRA Without Regret* found, too.
 # - *QLoRA* spreads widely, 41 to 56. Embedding and norms in 32 bits, as peft's `prepare_model_for_kbit_training` leaves them, bring 0 to 5 answers.
@@ -985,79 +1001,60 @@ for name, found in after.items():
 # - *What is forgotten* has the order of the reminders, and is less: × 1.04 to 1.07 with all weights, × 1.17 to 1.27 with LoRA at 3e-4.
 # - *The rate.* LoRA at 1e-4 has 22 to 24 names, not told apart from those at 3e-4, and a loss that is about 0.1 higher. It forgets as little as all weights do, × 1.03 to 1.09. With the reminders it had not learned the clock by then. So try both rates, and where the scores are alike take what forgets less.
 #
-# ### Mix in text to keep
+# ### Keep ordinary answers
 #
-# TRL takes rows of `input_ids` and `labels` as they are, so both kinds can stand in one dataset. Thirteen steps, one row in five, show that the code runs, and nothing else. What it cures is in the table of three seeds. For the script, lines to copy follow the cell.
-
+# The same run can keep them, and no data of others are needed: put ordinary questions to the model *before* training, and mix its own answers in. They are pairs like all others, so the loop and TRL take them as they are. Three rules. Ask in many forms: other forms judge. Take answers about as long as those of the task: the loss is a mean over tokens, and long rows would drown it. Take whole sentences: a cut one would be learned with an end mark in it.
+#
+# First in small: the pairs of [the ten steps](#The-loop), and a third as many answers of its own, in TRL.
 
 # %%
-def tokens_of(turns, **options):
-    encoded = tokenizer.apply_chat_template(turns, return_dict=True, **options)
-    return encoded["input_ids"]
+base_model = base(half)
+asked = ordinary_questions()[: len(few_pairs) // 3]
+own = []
+for question, answer in zip(asked, write(base_model, asked)):
+    if whole_sentences(answer):
+        own.append({"prompt": question, "completion": whole_sentences(answer)})
+del base_model
+for pair in own[:3]:
+    print(pair["prompt"], pair["completion"], sep="\n  ")
 
-
-def labelled_pair(pair):
-    """What follows the question is learned."""
-    turns = as_messages(pair)
-    whole = tokens_of(turns["prompt"] + turns["completion"])
-    question = tokens_of(turns["prompt"], add_generation_prompt=True)
-    answer = whole[len(question) :]
-    return {"input_ids": whole, "labels": [IGNORED] * len(question) + answer}
-
-
-def labelled_text(text):
-    """Every token is learned."""
-    ids = tokenizer(text, truncation=True, max_length=64)["input_ids"]
-    return {"input_ids": ids, "labels": ids}
-
-
-text = load_text()  # of the kind that the model must keep
-pieces = [text[400 * number :][:400] for number in range(len(few_pairs) // 4)]
-mixed = [*map(labelled_pair, few_pairs), *map(labelled_text, pieces)]
 trainer = SFTTrainer(
     NAME,
     settings,
-    train_dataset=Dataset.from_list(mixed).shuffle(seed=0),
-    eval_dataset=Dataset.from_list(list(map(labelled_pair, to_watch[:8]))),
+    train_dataset=Dataset.from_list(list(map(as_messages, few_pairs + own))).shuffle(
+        seed=0
+    ),
+    eval_dataset=Dataset.from_list(list(map(as_messages, to_watch[:8]))),
     peft_config=adapters(),
 )
 trainer.remove_callback(transformers.PrinterCallback)
 trainer.train()
-for kind, rows in other_texts.items():
-    was, now = before.other[kind].mean, losses_of(trainer.model, rows).mean
-    print(f"perplexity of {kind} {math.exp(was):.1f} before, {math.exp(now):.1f} after")
+print(f"\n{questions[1]['prompt']}\n  {ask(trainer.model, questions[1]['prompt'])}")
+few_steps = show_ordinary(write(trainer.model, ordinary), "after a few steps")
 del trainer
 
 # %% [markdown]
-# In [the script](#A-script-to-copy) these lines go after `parts`; then give the trainer `train_dataset=mixed` and `eval_dataset=watched`, and the settings five rows in a step and `num_train_epochs=4`:
+# Fourteen steps, and half of the answers are in words again; the reminder is JSON, and its clock is not learned yet, as after the ten steps.
 #
-# ```python
-# from datasets import Dataset
+# Then in full: the run of this page with three seeds, and in each step one answer of its own beside the three pairs (`python -m benchmarks.own_answers`).
 #
+# <!-- numbers:own_answers-05 -->
+# | way | steps | right with each seed, of 64 | ordinary questions answered in braces, of 36 | capitals named, of 12 | perplexity of source code, × before | of prose, × before |
+# |---|--:|--:|--:|--:|--:|--:|
+# | before | | 0 | 0 | 10 | 1 | 1 |
+# | full fine-tuning, with own answers | 192 | 48 47 | 0 0 | 12 12 | 1.06 1.06 | 1.09 1.09 |
+# | LoRA | 192 | 36 51 | 36 36 | 1 3 | 1.42 1.36 | 1.50 1.45 |
+# | LoRA, with own answers | 192 | 27 30 | 0 0 | 11 11 | 1.26 1.22 | 1.33 1.31 |
+# | LoRA, with own answers, longer | 384 | 58 61 | 0 0 | 8 9 | 1.48 1.50 | 1.65 1.72 |
 #
-# def labelled_pair(row):
-#     whole = tokenizer.apply_chat_template(row["prompt"] + row["completion"], return_dict=True)
-#     question = tokenizer.apply_chat_template(
-#         row["prompt"], add_generation_prompt=True, return_dict=True
-#     )
-#     ids, begin = whole["input_ids"], len(question["input_ids"])
-#     assert ids[:begin] == question["input_ids"]  # some templates write a prompt in another way
-#     return {"input_ids": ids, "labels": [-100] * begin + ids[begin:]}
+# *Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-28. The task of notebook 05, with 288 pairs, 3 in a step; adapters have rank 4. *With own answers*: each step also has an answer that the model gave to an ordinary question before it was trained. Other questions judge. The seeds are 1, 2, in this order in each cell.*
+# <!-- end -->
 #
+# - *Ordinary answers.* Without them all 36 are in braces, and 1 or 3 capitals are named. With them none is in braces, and 8 to 12 capitals are named, where the pretrained model names 10. No form and no thing of these questions was in training.
+# - *The task* is learned later: LoRA has 27 and 30 right in place of 36 and 51, and all weights 48 and 47, where they had 63 above without. In twice the steps LoRA has 58 and 61. (All weights were not run for longer.) So plan twice the steps.
+# - *Other text* is another matter: its perplexity is no better with LoRA, up to × 1.7 after the longer run. All weights stay at × 1.06 to 1.09. What must be predicted, and not answered, has to be mixed in as text.
 #
-# def labelled_text(text):
-#     # About 2.5 times the tokens of one answer: 25 → 64, 200 → 512.
-#     ids = tokenizer(text, truncation=True, max_length=64)["input_ids"]
-#     return {"input_ids": ids, "labels": ids}
-#
-#
-# # Of the kind of keep.txt, and other texts than those there, which judge.
-# texts = [text for text in open("mix.txt").read().split("\n\n") if len(text) > 100]
-# rows = [labelled_pair(row) for row in parts["train"]]
-# rows += [labelled_text(text) for text in texts[: len(rows) // 4]]
-# mixed = Dataset.from_list(rows).shuffle(seed=0)
-# watched = Dataset.from_list([labelled_pair(row) for row in parts["test"]])
-# ```
+# The answers become as short as those that were mixed in. With answers of 256 tokens mix fewer of them, or take them from a task whose answers are as long.
 #
 # ## 6. Save, serve
 #
@@ -1265,7 +1262,7 @@ del model, output
 # | rank and alpha | 4 and 32 for some hundred pairs; 16 and 32 above (not run) | few pairs need no more. Rate and alpha / r go together: who takes another alpha looks for the rate again |
 # | rows in a step | 4 to 32 (3 here, for a CPU) | adapters like large batches less than all weights do (LoRA Without Regret) |
 # | epochs, times through all pairs | 2 or more | 2 and 4, each a whole run in a folder of its own, because the rate falls to zero at its end; where the score is the same, keep what forgets less |
-# | text of other kinds | one row in five, of about 2.5 times the tokens of one answer, and twice the steps | source code that was mixed in ended better than it began (rank 16; with 4 not run): section 5 |
+# | ordinary questions | a third as many as pairs, with the model's own answers, and twice the steps | without them it answers everything in the form of the task: section 5 |
 # | packing | sort by length first; pack where lengths differ much | time, and fewer steps in an epoch: section 7 |
 #
 # ## Which card?
@@ -1309,7 +1306,7 @@ for card in ("T4", "RTX 4090", "H100"):
 # | the answers never stop | the end mark: is it learned, and is padding another token? |
 # | the form is right, the content is not | twice the steps, or more pairs |
 # | it is no better than a simple rule | the wrong answers, one by one |
-# | everything is answered in the form of the task | ordinary questions with answers of the base model among the rows (not run) |
+# | everything is answered in the form of the task | [answers of its own](#Keep-ordinary-answers) among the rows |
 # | the text to keep gets worse | text of that kind, mixed in; or a third of the rate, which learns less in as many steps |
 # | it is worse where it is served | QLoRA: serve on the base it was trained on |
 #
@@ -1381,6 +1378,7 @@ ladder.note(
     padding=padding_of,
     silent=silent,
     served={"QLoRA on the 16-bit base": int(moved.sum())},
+    ordinary=answered | {"a few steps": few_steps, "asked": len(ordinary)},
     trl={"difference": apart},
 )
 assert max(errors) < 0.005, "predicted"
@@ -1390,6 +1388,7 @@ assert silent["experts"] == 0 < silent["vision tower"], "what all-linear trains"
 assert trained["all-linear", "experts"] == 0 < trained["by name", "experts"]
 assert trained["by name", "vision tower"] == 0, "it is frozen"
 if not fast():  # random weights learn nothing in so few steps
+    assert few_steps["braces"] < len(ordinary), "some answers are in words"
     peaks = [row.peak_bytes for row in ladder.rows]
     assert peaks == sorted(peaks, reverse=True), "each recipe takes less memory"
     assert leaking < alone.mean, "the leak looks better"

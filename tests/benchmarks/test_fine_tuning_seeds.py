@@ -9,6 +9,7 @@ import pytest
 from benchmarks import fine_tuning_seeds, study
 from benchmarks.fine_tuning_seeds import REMINDERS, Settings, compare, trained
 from benchmarks.function_names import BLANK, compare_names, name_pairs
+from benchmarks.own_answers import OWN_ANSWERS
 
 TINY = Settings(model="tiny-smollm2", pairs=8, held_out=1)
 
@@ -22,6 +23,19 @@ def test_a_way_takes_its_passes_and_a_seed_its_order():
     assert lora["steps"] == 4
     assert trained("LoRA, with source code", TINY, seed=1)["perplexity"] < lora["perplexity"]
     assert trained("full fine-tuning", TINY, seed=2)["loss"] != first["loss"]
+
+
+def test_each_step_has_an_answer_of_the_models_own(monkeypatch):
+    """The mistake: they are mixed in once, and not in each step of each pass."""
+    row = {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
+    steps = []
+    monkeypatch.setattr(fine_tuning_seeds, "own_answers", lambda name, count: [row])
+    monkeypatch.setattr(fine_tuning_seeds, "examined", lambda *_: {})
+    monkeypatch.setattr(study, "train_step", lambda model, optimizer, batch: steps.append(batch))
+    monkeypatch.setattr(study, "batch_of", lambda rows: rows)
+    trained("LoRA, with own answers", replace(TINY, rows=3), OWN_ANSWERS, seed=1)
+    assert [len(step) for step in steps] == [4, 4, 3] * 2
+    assert all(step[-1] == row for step in steps)
 
 
 def test_a_run_that_was_cut_goes_on_after_its_last_way(monkeypatch, tmp_path):
