@@ -16,6 +16,7 @@ corpus  Python's own standard library as text and as instruction pairs
 losses_and_answers  losses, perplexity and answers on rows that were not trained on
 images  5,000 handwritten digits, to train on and to test with
 reminder_task  a made task with a score: a sentence, and the reminder in it as JSON
+ordinary_questions  ordinary questions, and which answers to them are whole
 row_order  the rows that a step trains on, as a function of the step alone
 """
 

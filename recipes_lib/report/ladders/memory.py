@@ -77,7 +77,9 @@ def _make_states(optimizer: Any) -> None:
         for weight in group["params"]:
             if weight.requires_grad:
                 weight.grad = torch.zeros_like(weight)
-    optimizer.step()
+    # One that hears of gradients in backward says that none has arrived; its real step comes next.
+    with contextlib.suppress(RuntimeError):
+        optimizer.step()
     optimizer.zero_grad()
 
 
