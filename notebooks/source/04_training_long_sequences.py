@@ -498,7 +498,7 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
     in_trl[which] = max(abs(a - b) for a, b in zip(*pair))
 
 # %% [markdown]
-# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. The lengths of [the table below](#The-longest-texts) hold for TRL's *QLoRA*, too: its dry steps, with the offload and with tiles beside it, [fill 1 to 2 % less](#What-do-16K-to-128K-take-on-24-GB?) than the table gives them.
+# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. The lengths of [the table below](#The-longest-texts) hold for TRL's *QLoRA*, too: its dry steps (with our chunked loss and offload in the place of TRL's, and with tiles beside them) [fill 1 to 2 % less](#What-do-16K-to-128K-take-on-24-GB?) than the table gives them.
 #
 # ### With Axolotl or Unsloth
 #

@@ -48,5 +48,6 @@ def capitals_named(answers: list[str]) -> int:
 
 def whole_sentences(answer: str) -> str:
     """An answer without the sentence that was cut; nothing, where none is whole."""
-    whole = re.match(r".*[a-z][.!?]", answer, re.DOTALL)
+    # Two characters in front of the mark: "1." is the number of a list.
+    whole = re.match(r".*\S\S[.!?](?=\s|$)", answer, re.DOTALL)
     return whole[0] if whole else ""

@@ -21,6 +21,7 @@ tensor that ends as `.grad` was a gradient from the start.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -171,6 +172,7 @@ class TimelineRecorder(Listener):
         self._operators = 0
         self._phase = "forward"
         self._stepping = False
+        self._thread = threading.current_thread()  # of the loop
         self._recording = False
         self._handles: list[Any] = []  # of the hooks that are there while it records
 
@@ -266,13 +268,20 @@ class TimelineRecorder(Listener):
         self._label_storage([parameter.grad], "gradients")
 
     def _step_begins(self, *_: Any) -> None:
+        if self._in_a_worker():
+            return
         self._stepping = True
         model = self._model()
         if model is not None:
             self._label_gradients(model)  # DDP has moved them into its buckets by now
 
     def _step_ends(self, *_: Any) -> None:
-        self._stepping = False
+        if not self._in_a_worker():
+            self._stepping = False
+
+    def _in_a_worker(self) -> bool:
+        """Whether an optimizer steps in its own thread: beside backward, which frees gradients."""
+        return threading.current_thread() is not self._thread and not in_backward()
 
     # --- the result ---
 

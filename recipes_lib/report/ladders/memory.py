@@ -39,7 +39,8 @@ class ReadyStep:
         self.model, self.optimizer, self._step = build()
         with _rate_of_zero(self.optimizer):
             if not _is_compiled(self.model) and machine().compute_dtype is not torch.float16:
-                _make_states(self.optimizer)  # in fp16 a scaler skips steps, and has to be warm
+                # In fp16 a scaler skips steps, and has to be warm.
+                _make_states(self.model, self.optimizer)
             taken = 0
             while not self.optimizer.state and taken < MOST_WARM_UP_STEPS:
                 self.step()
@@ -68,18 +69,19 @@ def _rate_of_zero(optimizer: Any) -> Iterator[None]:
             group["lr"] = rate
 
 
-def _make_states(optimizer: Any) -> None:
+def _make_states(model: Any, optimizer: Any) -> None:
     """A step with gradients of zero takes a hundredth of the time of a training step."""
     # One around another one, as in backward, steps by rules of its own.
     if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
         return
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if weight.requires_grad:
-                weight.grad = torch.zeros_like(weight)
-    # One that hears of gradients in backward says that none has arrived; its real step comes next.
-    with contextlib.suppress(RuntimeError):
-        optimizer.step()
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    # Copies, as on the host, get their gradients in a backward alone.
+    if not {*map(id, weights)} <= {*map(id, model.parameters())}:
+        return
+    for weight in weights:
+        if weight.requires_grad:
+            weight.grad = torch.zeros_like(weight)
+    optimizer.step()
     optimizer.zero_grad()
 
 

@@ -3,6 +3,8 @@
 import pytest
 
 from recipes_lib.core.data.ordinary_questions import (
+    THINGS,
+    TO_WRITE_ABOUT,
     capitals_named,
     ordinary_questions,
     whole_sentences,
@@ -14,7 +16,7 @@ def test_no_question_trains_and_judges():
     train, judges = ordinary_questions(), ordinary_questions(split="validation")
     assert len(set(train)) == len(train) and len(set(judges)) == len(judges)
     assert not set(train) & set(judges)
-    assert not [question for question in train if "capital" in question]
+    assert not {*THINGS} & {*TO_WRITE_ABOUT}
 
 
 def test_a_capital_counts_for_its_own_country():
@@ -28,6 +30,8 @@ def test_a_capital_counts_for_its_own_country():
         ("The sea is deep. It is also", "The sea is deep."),
         ("Is it deep? It may", "Is it deep?"),
         ("1. Bread is", ""),  # the number of a list ends no sentence
+        ("It has 42. Of them", "It has 42."),
+        ("It is 3.14 or", ""),
         ("", ""),
     ],
 )

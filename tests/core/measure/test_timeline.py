@@ -1,6 +1,7 @@
 """The timeline adds up to the account, and calls each tensor what it is."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -106,6 +107,31 @@ def test_a_gradient_that_is_used_in_backward_is_a_gradient():
     one = 4 * WIDTH * WIDTH
     assert most(timeline, "gradients", "backward") == one
     assert {name for name, _, _ in timeline.phases()} == {"forward", "backward"}
+
+
+def test_the_step_of_a_worker_is_not_that_of_the_loop():
+    """The mistake: an offloaded optimizer steps beside backward. What the loop does then counts as
+    its step, and gradients are read that backward frees, until the process crashes."""
+    model, _, _ = known_step()
+    begun, forward_done = threading.Event(), threading.Event()
+
+    class Beside(torch.optim.SGD):
+        def step(self):
+            begun.set()
+            forward_done.wait()
+
+    worker = threading.Thread(target=Beside(model.parameters(), lr=0.1).step)
+
+    def step():
+        worker.start()
+        begun.wait()
+        loss = model(torch.randn(ROWS, WIDTH)).sum()
+        forward_done.set()
+        worker.join()
+        loss.backward()
+
+    timeline = record_timeline(step, model=model)
+    assert [name for name, _, _ in timeline.phases()] == ["forward", "backward"]
 
 
 def test_an_error_in_the_step_leaves_no_hook_behind():
