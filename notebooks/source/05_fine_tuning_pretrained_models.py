@@ -354,7 +354,7 @@ del model
 # def own_answer(question):  # what the model says before it is trained, in whole sentences
 #     turns = [{"role": "user", "content": question}]
 #     # About as long as an answer of the task, which a longer one would drown.
-#     whole = re.match(r".*\S\S[.!?](?=\s|$)", ask(model, turns, longest=40), re.DOTALL)
+#     whole = re.match(r".*\S\S[.!?]\B", ask(model, turns, longest=40), re.DOTALL)
 #     said = "" if whole is None or "<think>" in whole[0] else whole[0]
 #     return {"prompt": turns, "completion": [{"role": "assistant", "content": said}]}
 #

@@ -49,5 +49,5 @@ def capitals_named(answers: list[str]) -> int:
 def whole_sentences(answer: str) -> str:
     """An answer without the sentence that was cut; nothing, where none is whole."""
     # Two characters in front of the mark: "1." is the number of a list.
-    whole = re.match(r".*\S\S[.!?](?=\s|$)", answer, re.DOTALL)
+    whole = re.match(r".*\S\S[.!?]\B", answer, re.DOTALL)
     return whole[0] if whole else ""
