@@ -19,10 +19,15 @@ OWN_ANSWERS = Task(
     "own_answers",
     reminder_pairs,
     {
+        "full fine-tuning": Way("none", 3e-5, 2),
+        "full fine-tuning, with own answers": Way("none", 3e-5, 2, own_answers=True),
+        "full fine-tuning, with own answers, longer": Way("none", 3e-5, 4, own_answers=True),
         "LoRA": Way("lora", 3e-4, 2, rank=4),
+        "LoRA, longer": Way("lora", 3e-4, 4, rank=4),
+        "LoRA, small rate, longer": Way("lora", 1e-4, 4, rank=4),
         "LoRA, with own answers": Way("lora", 3e-4, 2, rank=4, own_answers=True),
         "LoRA, with own answers, longer": Way("lora", 3e-4, 4, rank=4, own_answers=True),
-        "full fine-tuning, with own answers": Way("none", 3e-5, 2, own_answers=True),
+        "QLoRA": Way("qlora", 3e-4, 2, rank=4),
     },
 )
 

@@ -16,25 +16,25 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/01_large_models_limited_hardware.ipynb)
 #
 # <!-- numbers:headline-01 -->
-# > **A training step of SmolLM2-135M takes 4,727 MiB with all weights in fp32. With what fits together: 1,141 MiB for all weights (-76%, in 0.98× (0.89–1.02) the time), and 281 MiB for adapters on four bits (-94%, in 0.69× (0.62–0.72) the time).**
+# > **A training step of SmolLM2-135M takes 4,727 MiB with all weights in fp32. With what fits together: 1,141 MiB for all weights (-76%, in 0.87× (0.84–0.87) the time), and 281 MiB for adapters on four bits (-94%, in 0.57× (0.55–0.59) the time).**
 # >
 # > | what trains | recipes | peak, MiB | memory | time | H100, 1 billion: memory, time |
 # > |---|---|--:|--:|--:|--:|
-# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,890 | -39% | 0.53× (0.51–0.53) | -50%, 0.34× |
-# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,141 | -76% | 0.98× (0.89–1.02) | -82%, 0.56× |
-# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 431 | -91% | 0.63× (0.57–0.64) | -93%, 0.39× |
-# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 450 | -90% | 0.86× (0.86–0.92) | -92%, 1.00× |
-# > | adapters, the smallest | that, with the embedding in 16 bits, too, and compiled blocks | 281 | -94% | 0.69× (0.62–0.72) | |
+# > | all weights, little time | 16 bits, compiled blocks, a loss in chunks | 2,890 | -39% | 0.50× (0.50–0.51) | -50%, 0.34× |
+# > | all weights, the smallest | that, with checkpoints, and 8-bit AdamW that steps in backward | 1,141 | -76% | 0.87× (0.84–0.87) | -82%, 0.56× |
+# > | adapters, 16 bits | LoRA, with compiled blocks, checkpoints and a loss in chunks | 431 | -91% | 0.53× (0.51–0.56) | -93%, 0.39× |
+# > | adapters, four bits, as peft prepares them | QLoRA, with 16 bits, checkpoints and a loss in chunks | 450 | -90% | 0.75× (0.75–0.93) | -92%, 1.00× |
+# > | adapters, the smallest | that, with the embedding in 16 bits, too, and compiled blocks | 281 | -94% | 0.57× (0.55–0.59) | |
 # > | *what is often promised for all together* | | | -70% | 0.20× | |
 # >
-# > The H100 took the shape of Llama 3.2 1B and 8,192 tokens, 57,144 MiB and 0.33 s in fp32; its times are medians of three steps, without turns. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
+# > The H100 took the shape of Llama 3.2 1B and 8,192 tokens, 57,144 MiB and 0.33 s in fp32 (products as TF32); its times are medians of three steps, without turns. On the CPU each row was predicted before it ran, by the same count on tensors without data: off by 0.1% at most.
 # >
-# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
+# > Measured on Intel Xeon Processor, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-28.
 # <!-- end -->
 #
 # A step on the CPU has 24 texts of 72 tokens. 13 % of the tokens carry a loss; where all do, a loss in chunks saves less time.
 #
-# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model, SmolLM2-135M, in many ways, predicts the memory of each way, measures it, and compares gradients, weights or losses with those of the plain step: most recipes leave the training as it is, and the prints say which do not.
+# A training step runs out of memory, and the error does not say what filled it. This notebook trains one small model, SmolLM2-135M, in many ways, predicts the memory of each way, measures it, and compares gradients, weights or losses with those of the plain step: most recipes leave the gradients as they are, and the prints say which do not.
 #
 # | | |
 # |---|---|
@@ -436,7 +436,7 @@ checkpointed_row = build(checkpointing)
 ladder.climb("activation checkpointing", checkpointed_row, **in_32_bits, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** About 6 %, 125 of 2,216 MiB: of the printed 449 and 2,540, 324 are the logarithms of the probabilities. The peak falls by 44 %. Above weights and states 1,098 MiB are left, and 972 of them are logits.
+# **The answer.** About 6 %, 125 of 2,216 MiB. (Prints count by who made a tensor, so the logits of the equation are in two of their kinds: the logarithms of the probabilities, 324 of the printed 449 and 2,540, are *activations*, and the gradients of logits are *other*.) The peak falls by 44 %. Above weights and states 1,098 MiB are left, and 972 of them are logits.
 #
 # **The logits, too.** Those of a few hundred tokens give their part of the loss and of the gradients, and are freed. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) builds this *loss in chunks* by hand. PyTorch has it as `F.linear_cross_entropy`; ours is one call for a whole model.
 #
@@ -501,7 +501,7 @@ offloaded = build(step=offloaded_step)
 ladder.climb("activation offloading", offloaded, **in_32_bits, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** Here, by 39 MiB; on the H100 [below](#Notebook-01-on-a-GPU) no, and it takes three times as long as checkpoints. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. Where blocks can be computed twice, take checkpoints.
+# **The answer.** Here, by 39 MiB; on the H100 [below](#Notebook-01-on-a-GPU) no, and it takes three times as long as checkpoints. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. Where blocks can be computed twice, take checkpoints (on texts as short as those of the H100, 256 tokens; on long ones an offload hides better).
 #
 # **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`. `save_on_cpu` moves saved weights, too; `with offload_activations(model, to="host"):` of this repository does not.
 #
@@ -605,7 +605,7 @@ def take_turns():
 take_turns()
 
 # %% [markdown]
-# Checkpoints cost one more forward. The loss in chunks gives some of it back here, because it skips the tokens without a label: 228 of 1,728 have one, and where all have one, this gain is gone. On the H100 [below](#Notebook-01-on-a-GPU) checkpoints alone took 1.24×, and with this loss 1.11×. Rows that are not here took no turns on a CPU.
+# Checkpoints cost one more forward. The loss in chunks saves time here, because it skips the tokens without a label: 228 of 1,728 have one, and where all have one, this gain is gone. On the H100 [below](#Notebook-01-on-a-GPU) checkpoints alone took 1.24×, and with this loss 1.11×. Rows that are not here took no turns on a CPU.
 #
 # ## Part B: what every weight costs
 #
@@ -863,6 +863,8 @@ ladder.climb("QLoRA, streamed", streamed, **on_lean | {"after": "QLoRA"}, **if_o
 # **Guess first.** Which term is the largest one left in the last combination?
 
 # %%
+gc.collect()
+gc.freeze()  # nor at those of the rows above, which stay
 fast_row = "16 bits, compiled, chunked loss"
 whole_row = "8-bit AdamW in backward, compiled"
 
@@ -885,7 +887,7 @@ take_turns()
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights, 125 of 281 MiB: 54 are the embedding in 16 bits.
+# **The answer.** The weights, 125 of 281 MiB: 54 are the embedding in 16 bits. The 110 of *other* are one chunk of logits and its gradient, 54 each.
 #
 # ## Does the loss fall?
 #
@@ -936,7 +938,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # | what trains | with room | with little room |
 # |---|---|---|
-# | all weights | *16 bits, compiled, chunked loss*: about half of the time | *8-bit AdamW in backward, compiled*: 76 % less memory, in about the time of the plain step (the embedding's states in 8 bits, too: against its authors' advice, recipe 7) |
+# | all weights | *16 bits, compiled, chunked loss*: about half of the time | *8-bit AdamW in backward, compiled*: 76 % less memory, in a little less than the time of the plain step, with the [lines below](#All-weights) (the embedding's states in 8 bits, too: against its authors' advice, recipe 7) |
 # | adapters | *LoRA, compiled* | *everything combined* |
 #
 # ### Do four bits pay?
@@ -948,7 +950,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # ### On a GPU
 #
-# Bytes are the same everywhere, times are not: look at your own. Rows without a time took no turns on this CPU: those of offloading, the step in backward, states in fewer bits and streaming would mislead you on a GPU, and the others cost minutes.
+# Bytes are the same wherever the same operators run (attention in fp32 has another one on a GPU), times are not: look at your own. Rows without a time took no turns on this CPU: those of offloading, the step in backward, states in fewer bits and streaming would mislead you on a GPU, and the others cost minutes.
 #
 # On a GPU the page takes the shape of Llama 3.2 1B with random weights, and 32 texts of 256 tokens. An H100 (by `make gpu`, products of fp32 as TF32) had time for these rows. Bytes are as predicted, to 1 MiB, but for the baseline, in whose step the workspaces of cuBLAS are made, and for two compiled rows, where the compiler keeps up to 3 % less. Beside fp32 states, 8-bit ones take 11 % more time and our 16-bit ones 15 %, and more memory than 8: so take 8. *QLoRA*, not compiled, takes a third more time than *LoRA*, and streaming about 15 % more than *QLoRA*.
 #
@@ -984,9 +986,9 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # ## What fits your card
 #
-# The equation, with a third moment, when a block is computed again, for five models on one text of 2,048 tokens. All ways have checkpoints and a loss in chunks.
+# The equation for five models on one text of 2,048 tokens. With checkpoints it has a third moment, when backward computes a block again: weights + states + inputs of all blocks + all that one block keeps, and the gradients in it. All ways have checkpoints and a loss in chunks.
 #
-# - *Full, 8-bit AdamW*: all weights train, kept and multiplied in 32 bits. The optimizer steps in backward.
+# - *Full, 8-bit AdamW*: all weights train, kept and multiplied in 32 bits. The optimizer steps in backward. (Products under autocast: a GPU's attention in 32 bits may keep scores, which are not counted.)
 # - *Full, all in 16 bits*: the same with weights and states in 16 bits, by `bf16_adamw`, which rounds stochastically.
 # - *Full, states in 8 bits*: weights in 16 bits, states in 8, by torchao's `AdamW8bit(…, bf16_stochastic_round=True)`.
 # - *LoRA*, *QLoRA*, *QLoRA, streamed*: adapters of rank 16 train, on a base in 16 bits, in four bits (embedding and output layer in 16), or in four bits with two blocks at a time on the card.
@@ -1079,7 +1081,7 @@ for name, shape, way in too_large_here[: sizes.dry_steps]:
 
 # %% [markdown]
 # - **Embedding and output layer**: `prepare_model_for_kbit_training` leaves them in 32 bits. For 8B that decides between a card of 12 GiB and one of 16, and for 14B between 16 and 24. The table has them in 16 bits, and so has TRL's trainer, which does not call it.
-# - **All weights of 8B on 24 GB**: torchtune has published 18.9 GiB on an RTX 4090, in bf16, with 8-bit states that wait on the host and a step in backward ([predicted: 19.8](../docs/predictions.md)). It rounds to nearest, so small updates are lost (recipe 7).
+# - **All weights of 8B on 24 GB**: torchtune has published 18.9 GiB on an RTX 4090, in bf16, with 8-bit states that wait on the host and a step in backward ([predicted: 19.8](../docs/predictions.md)). It rounds to nearest, so small updates are lost ([TRAPS.md](../TRAPS.md)).
 # - **Autocast's cache**, which the Trainer leaves on, adds two bytes for each fp32 weight of a linear layer that trains, until forward ends. *Full* is without it.
 # - **Your card**: some show less than their name, an L4 or A10G about 22.5 GiB. Give `room` what `torch.cuda.get_device_properties(0).total_memory / 2**30` says. A row within half a GiB of what `room` gives may not fit: Llama 3.2 3B, *full, all in 16 bits*, has 19.3 of 19.6 GiB on a card of 24. A T4 has no bf16: the table is not for it.
 # - **Your model**: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) says how long a text may be.
@@ -1118,7 +1120,7 @@ print(f"{found} micro-batches fit, and leave the same gradients")
 #
 # ## Which recipe when
 #
-# **An order to try.** Start with what leaves the training nearly as it is: bf16, compiled blocks where all batches have one shape, a loss in chunks; then micro-batches and checkpoints, which took 16 and 24 % more time on the H100. If all weights have to train: 8-bit AdamW, then the step in backward, then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Before all that, [pack](../recipes_lib/training/sequence_packing.py) texts of unequal lengths: padding fills memory, too.
+# **An order to try.** Start with what leaves the training nearly as it is: bf16, compiled blocks where all batches have one shape, a loss in chunks; then micro-batches and checkpoints, which took 16 and 24 % more time on the H100. If all weights have to train: the step in backward, which took no time on the H100 and allows neither accumulation nor clipping; then 8-bit AdamW, 11 % more; then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Before all that, [pack](../recipes_lib/training/sequence_packing.py) texts of unequal lengths: padding fills memory, too.
 #
 # **Not when.** *Checkpoints*: activations are not at the peak. *Offloading*: checkpoints are enough, or there are some already. *Mixed precision*: 16 bits are emulated (the setup prints whether bf16 is native). *Compiled blocks*: each batch has another shape. *The step in backward*: you accumulate, clip, or train in fp16. *States in 16 or 8 bits*: adapters train. *LoRA*: much that is new has to be learned. *QLoRA*: the weights fit in 16 bits, which are faster. *Streaming*: they fit.
 #
@@ -1126,7 +1128,7 @@ print(f"{found} micro-batches fit, and leave the same gradients")
 #
 # ## Out-of-memory doctor
 #
-# Given a model, a device and the text of an error, what should be tried first? In a terminal it is `python -m recipes_lib doctor --model llama-3.1-8b --dtype bf16 --memory 24 --batch-size 4 --seq-len 2048`. It leaves 5 % of the card for holes, and so names another row first; the cell leaves the fifth from above. Each line is a stack of recipes with its peak by arithmetic.
+# Given a model, a device and the text of an error, what should be tried first? In a terminal it is `python -m recipes_lib doctor --model llama-3.1-8b --dtype bf16 --memory 19.6 --batch-size 4 --seq-len 2048`: the 19.6 GiB that `room` leaves of 24. Each line is a stack of recipes with its peak by arithmetic.
 
 # %%
 from recipes_lib.workflows.out_of_memory_doctor import diagnose
@@ -1147,6 +1149,51 @@ print(f"\nfirst that fits: {diagnosis.first_fit.name}")
 # The line with the optimizer offload fits the card, and is passed over: it asks too much of the host, 16 bytes per weight for an fp32 copy, its gradient and both averages, and pinned memory for the way. Lines without adapters train all weights in bf16, whose updates need stochastic rounding (recipe 7). The line of QLoRA is without checkpoints, which cost time: with them it takes the 7.0 GiB of the table, for one text.
 #
 # ## Take this home
+#
+# ### All weights
+#
+# The smallest row that trains all weights, as a loop of your own. `NAME` is an id of the hub or a folder; here it is the model of this page, saved.
+
+# %%
+folder = tempfile.TemporaryDirectory()
+NAME = folder.name
+fresh().save_pretrained(NAME)
+some_batches = [batch] * 2  # yours: input_ids, attention_mask and labels, on the device
+others = bytes_alive()  # of earlier cells; in a program of your own 0
+
+# %%
+import bitsandbytes
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipes_lib.memory.chunked_cross_entropy import apply_chunked_cross_entropy
+from recipes_lib.memory.optimizer_in_backward import apply_optimizer_in_backward
+
+model = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.float32).to(device)
+model.train()
+# Faster, where all batches have one shape, and first of all:
+# for block in model.model.layers: block.compile()
+model.gradient_checkpointing_enable({"use_reentrant": False})
+apply_chunked_cross_entropy(model)
+optimizer = apply_optimizer_in_backward(
+    model, optimizer_class=bitsandbytes.optim.AdamW8bit, lr=2e-5
+)
+for texts in some_batches:
+    with PeakMemory() as memory:  # counts bytes; on a GPU also max_memory_allocated()
+        with torch.autocast(device, torch.bfloat16, cache_enabled=False):
+            loss = model(**texts, use_cache=False).loss
+        loss.backward()  # each weight moves in here, and its gradient goes
+        optimizer.step()  # closes the step
+        optimizer.zero_grad()
+    whole_peak = memory.peak - others
+    print(f"loss {loss.item():.3f}, peak {mib(whole_peak)}")
+del model, optimizer, loss
+folder.cleanup()
+
+# %% [markdown]
+# The second step, with all states, has the peak of *8-bit AdamW in backward, compiled*. Clipping and accumulation need all gradients at once: for them take `bitsandbytes.optim.AdamW8bit(model.parameters(), lr=2e-5)` and the plain loop. A T4 has no bf16: there it is the plain loop with fp16 and a `GradScaler` (recipe 4), which excludes the step in backward.
+#
+# ### Adapters
 #
 # QLoRA by the libraries alone, with the embedding in 16 bits: the recipes of *everything combined* without the compiler.
 #
@@ -1309,6 +1356,7 @@ if not fast():  # in models as small as those of FAST mode, what is left out cou
     assert abs(in_four / at_once - 0.5) < 0.02 or device != "cpu", "the exercise"
     least = min(row.peak_bytes for row in ladder.rows)
     assert ladder["everything combined"].peak_bytes == least, "it is the smallest"
+    assert abs(whole_peak / ladder[whole_row].peak_bytes - 1) < 0.01, "the loop at home"
 falling = ("baseline", lean_row, whole_row, "LoRA")
 peaks = [ladder[name].peak_bytes for name in falling]
 assert peaks == sorted(peaks, reverse=True), "each is lower than the one before"

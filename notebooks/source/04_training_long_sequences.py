@@ -16,16 +16,18 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/your-username/llm-training-recipes/blob/main/notebooks/04_training_long_sequences.ipynb)
 #
 # <!-- numbers:headline-04 -->
-# > **Llama 3.1 8B with QLoRA in 24 GB: a step on 135,015 tokens ran**, in 91 s on an H100 held to that memory, with five lines of code.
+# > **Llama 3.1 8B with QLoRA in 24 GB: a step on 135,015 tokens ran**, in 91 s on an H100 held to that memory, with an earlier version of five lines of code.
 # >
 # > | 8B, QLoRA, 24 GB | longest text, by arithmetic | has run | then waits on the host |
 # > |---|--:|--:|--:|
 # > | checkpoints alone | 9,523 | 9,523 | |
 # > | a loss in chunks, too | 33,937 | 26,519 | |
-# > | inputs of blocks on the host, too: all that TRL has switches for, in our form | 64,614 | | 16 GB |
+# > | offloaded inputs, too (here TRL's switches end; counted with our offload) | 64,614 | | 16 GB |
 # > | tiles, too: **the five lines** | 161,072 | 135,015 | 41 GB |
 # >
-# > **On two CPU cores**, all weights of smollm2-135m within 4 GiB of tensors: 895 tokens with eager attention, 1,589 by default, 54,182 with all the switches, **92,346 with the five lines**, counted in *dry steps*, on tensors without data. On 16,384 tokens the blocks take 1.32× (1.28–1.34) the time of plain ones; a step of 92,346 would take 2.6 hours there, by a line through two shorter ones. In 10 steps of training on texts of 4,096 tokens no loss differs from that of the plain steps by more than 0.0003; plain steps in fp32 differ by 0.0006.
+# > With embedding and norms in 16 bits. In 32 bits, as peft's `prepare_model_for_kbit_training` leaves them, [the text is shorter](#Two-ways-for-larger-models).
+# >
+# > **On two CPU cores**, all weights of smollm2-135m within 4 GiB of tensors: 895 tokens with eager attention, 1,589 by default, 54,182 with all the switches, **92,346 with the five lines**, counted in *dry steps*, on tensors without data. On 16,384 tokens the blocks take 1.32× (1.28–1.34) the time of plain ones; a step of 92,346 would take 2.6 hours there, by a line through two shorter ones. In 10 steps of 6 fresh blocks on texts of 4,096 tokens no loss differs from that of the plain steps by more than 0.0003; plain steps in fp32 differ by 0.0006.
 # >
 # > Lengths counted in dry steps, times measured, on AMD EPYC, 2 CPU cores, native bf16, torch 2.13.0+cpu, transformers 5.23.0, 2026-11-27.
 # <!-- end -->
@@ -42,7 +44,7 @@
 # | 3B, QLoRA | 64K | 123K | 254K | [QLoRA](#Two-ways-for-larger-models) |
 # | 8B, QLoRA | 34K | 65K | 161K | the same |
 #
-# Take the first column that holds your text: leave the lines of the others out. [Other cards](#The-longest-texts), [times](#What-do-16K-to-128K-take-on-24-GB?) and [all cases](#Which-row-is-yours) stand below. It is for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.)
+# Take the first column that holds your text. The first one needs `apply_chunked_cross_entropy` and the checkpoints, the second also the `with offload_activations`, the third also `apply_tiled_mlp`; leave the other lines out (never `autocast`). Whether far tokens help at all, measure first: on one text a model that reads 512 of 2,048 tokens and the first four [loses 0.03](#7.-Sliding-window). [Other cards](#The-longest-texts), [times](#What-do-16K-to-128K-take-on-24-GB?) and [all cases](#Which-row-is-yours) stand below. It is for dense causal language models of transformers with RMSNorm, such as Llama, Qwen3, Mistral and SmolLM. (Tiles refuse a mixture of experts, and a model with LayerNorm needs `norms=False`.)
 #
 # **The five lines** are the three calls and the two `with`. Weights in fp32 take 16 bytes each: weight, gradient and AdamW's two averages.
 #
@@ -59,7 +61,7 @@
 # name = "meta-llama/Llama-3.2-1B"  # it asks for a login; or a folder
 # text = open("long.txt").read()
 # ids = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids  # [1, S]
-# length = 50_000  # fills an empty RTX 4090; each GiB less takes 14,000 tokens: 27_000 on an L4
+# length = 50_000  # all of an empty RTX 4090; each GiB in use takes 14,000: 27_000 on an L4
 # model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).cuda()
 # model.train()  # without it no chunks, and no checkpoints
 # optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
@@ -78,7 +80,7 @@
 #     print(f"{loss.item():.3f}, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 # ```
 #
-# The last piece is shorter, and a whole step, too; one of a single token is refused. Tokens that are not to be learned get -100 in `labels`. To judge, stay in training mode, under `torch.no_grad()`: with `model.eval()` all logits come back, and these models have no dropout. At 50,000 tokens 15 inputs (of 16 blocks) × 50,000 × 2,048 × 4 bytes = 6 GB wait on the host. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#On-a-T4).
+# The last piece is shorter, and a whole step, too; one of a single token is refused. Many documents, of which only the answers are learned, a held-out loss and a saved model are in [documents with questions](#Documents-with-questions). To judge, stay in training mode, under `torch.no_grad()`: with `model.eval()` all logits come back, and these models have no dropout. At 50,000 tokens 15 inputs (of 16 blocks) × 50,000 × 2,048 × 4 bytes = 6 GB wait on the host. Before transformers 5.17 the third call is `gradient_checkpointing_enable()`. For a T4 see [below](#On-a-T4).
 #
 # | | |
 # |---|---|
@@ -401,7 +403,7 @@ curves = {
 apart = beside_plain(curves)
 
 # %% [markdown]
-# All three learn the same: while the loss falls by nearly five, the five lines are never more than 0.003 away from the plain steps. (Small tiles round more often. These have 128 tokens; the default is 1,024 or more.) It is one seed, one rate and 20 steps on short texts; ten steps on 4,096 tokens, in tiles of the default size, are [below](#What-it-costs). A long training was not compared.
+# While the loss falls by nearly five, the five lines are never more than 0.003 away from the plain steps, and plain steps in fp32 0.0013. (Small tiles round more often. These have 128 tokens; the default is 1,024 or more.) It is one seed, one rate and 20 steps on short texts; ten steps on 4,096 tokens, in tiles of the default size, are [below](#What-it-costs). A long training was not compared.
 #
 # To accumulate, hand the loop several texts. As a program, which can resume, for all weights or adapters: [`python scripts/train_long_sequences.py`](../scripts/train_long_sequences.py).
 #
@@ -499,7 +501,7 @@ for which, options in {"TRL": {}, "TRL, QLoRA": qlora}.items():
     in_trl[which] = max(abs(a - b) for a, b in zip(*pair))
 
 # %% [markdown]
-# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. The lengths of [the table below](#The-longest-texts) hold for TRL's *QLoRA*, too: its dry steps (with our chunked loss and offload in the place of TRL's, and with tiles beside them) [fill 1 to 2 % less](#What-do-16K-to-128K-take-on-24-GB?) than the table gives them.
+# In tiles TRL has the same losses: of all weights to 0.001, and of *QLoRA*, whose adapters TRL itself adds, to 0.003, less than rounding does to adapters below. Both are without an offload, and `quantize_nf4` packed the base; the line with `BitsAndBytesConfig` was not run. The lengths of [the table below](#The-longest-texts) hold in dry steps of TRL's *QLoRA*, too: its adapters, with our chunked loss and offload in the place of TRL's, without and with tiles, [fill 1 to 2 % less](#What-do-16K-to-128K-take-on-24-GB?) than the table gives them.
 #
 # ### With Axolotl or Unsloth
 #
@@ -653,6 +655,83 @@ for method, (its_ways, build, lr) in on_24_gb.items():
 # ```
 #
 # The entries below have bf16.
+#
+# ### Documents with questions
+#
+# The blocks learn each token of one text. With documents of your own, mostly only the answers are to be learned: a document and its question get the label -100, and stay in the text that the answer reads. Here the documents are modules of Python, and the answer is what the module says about itself, its docstring. One step takes two of them, each alone and as long as it is, and a third one judges.
+
+# %%
+import ast
+import fnmatch
+import linecache
+import sched
+import tempfile
+
+from transformers import AutoModelForCausalLM
+
+
+def document_of(module):
+    """The source of a module without its docstring, and that docstring."""
+    source = Path(module.__file__).read_text()
+    docstring = ast.get_docstring(ast.parse(source), clean=False)
+    return source.replace(docstring, "", 1), docstring
+
+
+def row_of(document, answer, question="What is this module for?"):
+    """Tokens and labels [1, S]; the answer alone is learned, and its end mark."""
+    turn = {"role": "user", "content": f"{document}\n\n{question}"}
+    asked = tokenizer.apply_chat_template(
+        [turn], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    told = tokenizer(answer + tokenizer.eos_token)["input_ids"]
+    ids = torch.tensor([asked + told], device=here.device)
+    labels = ids.clone()
+    labels[:, : len(asked)] = -100
+    return ids, labels
+
+
+def loss_of(model, row):
+    ids, labels = row
+    with in_16_bits():
+        return model(input_ids=ids, labels=labels, use_cache=False).loss
+
+
+def judged(model):
+    with torch.no_grad():
+        return loss_of(model, held_out).item()
+
+
+*train_rows, held_out = (
+    row_of(*document_of(each)) for each in (fnmatch, linecache, sched)
+)
+model = with_five_lines(load_model(sizes.trained)).train()
+optimizer = adamw(model, lr=2e-5)
+before = judged(model)  # in training mode: with model.eval() all logits come back
+
+learned_tokens = [(labels != -100).sum() for _, labels in train_rows]
+for row, count in zip(train_rows, learned_tokens):
+    with inputs_wait(model):
+        # Each learned token counts the same, in a long answer and in a short one.
+        (loss_of(model, row) * count / sum(learned_tokens)).backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+optimizer.zero_grad()
+after = judged(model)
+
+with tempfile.TemporaryDirectory() as folder:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    again = AutoModelForCausalLM.from_pretrained(folder).to(here.device)
+for saved, loaded in zip(model.parameters(), again.parameters(), strict=True):
+    assert torch.equal(saved, loaded), "the file holds what was trained"
+for (ids, _), count in zip(train_rows, learned_tokens):
+    print(f"{ids.shape[1]:,} tokens, {count} of them learned")
+print(f"held-out loss {before:.3f} → {after:.3f}", end=", ")
+print(f"of the plain model from the file {judged(again):.3f}")
+del model, optimizer, again
+
+# %% [markdown]
+# It shows that it runs: one step on two documents teaches nothing. The model that was saved is a plain one, without any recipe. Adapters are saved by the same line, and loaded by peft's `AutoPeftModelForCausalLM`. Short documents that share a row need [packing](../notebooks/05_fine_tuning_pretrained_models.ipynb#7.-Rows-of-unequal-length:-packing), and what a model learns from such pairs is the matter of [notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb).
 #
 # ### The longest texts
 #
@@ -896,7 +975,7 @@ print(f"{small}, all five lines: {per_gib:,.0f} tokens for each GiB")
 # **Before you use an entry:**
 #
 # - Nothing else may use the card. Each GiB that others have in `nvidia-smi` takes about 10,000 of the 161K tokens of 8B *QLoRA*. An RTX 3090 has as much. An L4 or A10G shows less than the 23.15 GiB that an RTX 4090 leaves for tensors: compare `torch.cuda.mem_get_info()`, and ask the doctor with your card.
-# - These models know 131,072 positions. What is longer is about memory only.
+# - These models know 131,072 positions. Entries above 131K are about memory only.
 # - It counts tensors, and leaves 5 % of the card for holes between them; up to 0.4 % too much comes out of these 5 %. On the H100 seven steps filled the other 95 %, and fitted. An eighth took 22.87 of 23.15 GiB, and fitted, too. Your program needs `PYTORCH_ALLOC_CONF=expandable_segments:True` in its environment for that; in this notebook `machine()` sets it.
 # - It knows PyTorch's kernels. Buffers of a library come on top, and what others measured with kernels of their own was up to 24 % away ([below](#Do-such-predictions-hold-on-a-card?)).
 # - A dash says that it does not fit. All weights on a T4 have one because fp16 needs a scaled loss, and a step in backward has none.
@@ -935,7 +1014,7 @@ print(diagnosis.check())
 print(*[line for line in diagnosis.lines if "import" not in line], sep="\n")
 
 # %% [markdown]
-# (The list is the equation, here 5 % above the dry step that checks it.) The doctor takes LoRA before *QLoRA*, because its base is not rounded; so its inputs wait on the host. The last command is for that stack, and is run in a clone of the repository: [the five lines in one flat file](../scripts/train_long_sequences.py), on a text of yours. No GPU has run it. *QLoRA* fits without an offload, because 32K lies below the second length of its entry (34K): `--method qlora`, without `--inputs host`.
+# **Two ways hold 32K.** *LoRA* on a base in 16 bits, whose inputs wait on the host: the doctor takes it first, because its base is not rounded. And *QLoRA* without an offload. (The list is the equation, here 5 % above the dry step that checks it.) The last command is for LoRA, and is run in a clone of the repository: [the five lines in one flat file](../scripts/train_long_sequences.py), on a text of yours. No GPU has run it. For *QLoRA* write `--method qlora`, without `--inputs host`: 32K lies below the second length of its entry (34K).
 #
 # ### On a T4
 #
@@ -1525,7 +1604,7 @@ ladder
 # **Learning at length**: 6 such blocks, fresh weights, 2 texts of 4,096 tokens in tiles of the default size, 10 steps. The loss of the plain steps goes from 10.88 to 7.20. The five lines are 0.0003 away from them at most, and plain steps in fp32 0.0006.
 # <!-- end -->
 #
-# There checkpoints cost 30 % (25 % at 2,048 tokens, in fp32), tiles 2 to 4 % more (10 % there, with tiles of 256), nested checkpoints 56 %, and the offload nothing: without tiles 45.0 s against 45.1, with them 45.9 against 46.9. (The disk is in free memory here. A GPU has a link to the host between: on an H100 others found 2 to 5 %, recipe 6.)
+# There checkpoints cost 30 % (25 % at 2,048 tokens, in fp32), tiles 2 to 4 % more, by rounds whose ranges overlap (10 % there, with tiles of 256), nested checkpoints 56 %, and the offload nothing: without tiles 45.0 s against 45.1, with them 45.9 against 46.9. (The disk is in free memory here. A GPU has a link to the host between: on an H100 others found 2 to 5 %, recipe 6.)
 
 # %%
 title = f"The five lines: {longest / switches:.1f} times as long as all switches"
