@@ -27,6 +27,9 @@ OWN_ANSWERS = Task(
         "LoRA, small rate, longer": Way("lora", 1e-4, 4, rank=4),
         "LoRA, with own answers": Way("lora", 3e-4, 2, rank=4, own_answers=True),
         "LoRA, with own answers, longer": Way("lora", 3e-4, 4, rank=4, own_answers=True),
+        "LoRA, small rate, with own answers, longer": Way(
+            "lora", 1e-4, 4, rank=4, own_answers=True
+        ),
         "QLoRA": Way("qlora", 3e-4, 2, rank=4),
     },
 )

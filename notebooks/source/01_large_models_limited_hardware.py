@@ -295,7 +295,7 @@ timeline_chart(
 #
 # **Part A** attacks the first tower, which grows with the tokens. In the prints it is called *backward begins* or *forward ends*. **Part B** attacks the second one, and the ground of both: weights and states.
 #
-# **Which tower is higher on your GPU?** Take two steps, and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B.
+# **Which tower is higher on your GPU?** Take two steps (of one short text, where yours do not fit), and look at `torch.cuda.max_memory_allocated()`. Then call `torch.cuda.reset_peak_memory_stats()`, and take two with half as many tokens. If it falls by much, the first tower is higher: take Part A. If it stays, take Part B. If not even one short text fits, that is Part B, too.
 #
 # All bytes here are those of tensors. On a GPU leave a fifth more for holes between them, and half a GiB for CUDA itself. The fifth is a rule of thumb; `torch.cuda.max_memory_reserved()` shows what it is on yours, and `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment leaves fewer holes.
 #
@@ -938,7 +938,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # | what trains | with room | with little room |
 # |---|---|---|
-# | all weights | *16 bits, compiled, chunked loss*: about half of the time | *8-bit AdamW in backward, compiled*: 76 % less memory, in a little less than the time of the plain step, with the [lines below](#All-weights) (the embedding's states in 8 bits, too: against its authors' advice, recipe 7) |
+# | all weights | *16 bits, compiled, chunked loss*: about half of the time | *8-bit AdamW in backward, compiled*: 76 % less memory, in a little less than the time of the plain step, with the compiler and the [lines below](#All-weights) (the embedding's states in 8 bits, too: against its authors' advice, recipe 7) |
 # | adapters | *LoRA, compiled* | *everything combined* |
 #
 # ### Do four bits pay?
@@ -1083,7 +1083,7 @@ for name, shape, way in too_large_here[: sizes.dry_steps]:
 # - **Embedding and output layer**: `prepare_model_for_kbit_training` leaves them in 32 bits. For 8B that decides between a card of 12 GiB and one of 16, and for 14B between 16 and 24. The table has them in 16 bits, and so has TRL's trainer, which does not call it.
 # - **All weights of 8B on 24 GB**: torchtune has published 18.9 GiB on an RTX 4090, in bf16, with 8-bit states that wait on the host and a step in backward ([predicted: 19.8](../docs/predictions.md)). It rounds to nearest, so small updates are lost ([TRAPS.md](../TRAPS.md)).
 # - **Autocast's cache**, which the Trainer leaves on, adds two bytes for each fp32 weight of a linear layer that trains, until forward ends. *Full* is without it.
-# - **Your card**: some show less than their name, an L4 or A10G about 22.5 GiB. Give `room` what `torch.cuda.get_device_properties(0).total_memory / 2**30` says. A row within half a GiB of what `room` gives may not fit: Llama 3.2 3B, *full, all in 16 bits*, has 19.3 of 19.6 GiB on a card of 24. A T4 has no bf16: the table is not for it.
+# - **Your card**: some show less than their name, an L4 or A10G about 22.5 GiB. Give `room` what `torch.cuda.get_device_properties(0).total_memory / 2**30` says. A row within half a GiB of what `room` gives may not fit: Llama 3.2 3B, *full, all in 16 bits*, has 19.3 of 19.6 GiB on a card of 24. A T4 has no bf16, and the table is not for it: there take *QLoRA* with `half = torch.float16` in the [lines below](#Adapters), and ask the doctor with `--card T4` (for 8B and four texts of 2,048 tokens it [says 9.7 GiB](../notebooks/05_fine_tuning_pretrained_models.ipynb#Which-card?); no T4 has run it).
 # - **Your model**: `python -m recipes_lib doctor --model Qwen/Qwen3-4B --dtype bf16 --card "RTX 4090" --batch-size 1 --seq-len 2048`. [Notebook 04](../notebooks/04_training_long_sequences.ipynb) says how long a text may be.
 #
 # ### 12. Dynamic batch size
@@ -1120,9 +1120,23 @@ print(f"{found} micro-batches fit, and leave the same gradients")
 #
 # ## Which recipe when
 #
-# **An order to try.** Start with what leaves the training nearly as it is: bf16, compiled blocks where all batches have one shape, a loss in chunks; then micro-batches and checkpoints, which took 16 and 24 % more time on the H100. If all weights have to train: the step in backward, which took no time on the H100 and allows neither accumulation nor clipping; then 8-bit AdamW, 11 % more; then states on the host. If not: LoRA, then QLoRA. What is still too large is streamed. Before all that, [pack](../recipes_lib/training/sequence_packing.py) texts of unequal lengths: padding fills memory, too.
+# From the top, until it fits. Costs are times of the H100 [above](#Notebook-01-on-a-GPU), in the order of its rows.
 #
-# **Not when.** *Checkpoints*: activations are not at the peak. *Offloading*: checkpoints are enough, or there are some already. *Mixed precision*: 16 bits are emulated (the setup prints whether bf16 is native). *Compiled blocks*: each batch has another shape. *The step in backward*: you accumulate, clip, or train in fp16. *States in 16 or 8 bits*: adapters train. *LoRA*: much that is new has to be learned. *QLoRA*: the weights fit in 16 bits, which are faster. *Streaming*: they fit.
+# | | recipe | costs | not when |
+# |---|---|---|---|
+# | **always** | texts of unequal lengths: [pack](../recipes_lib/training/sequence_packing.py) them, padding fills memory, too | | |
+# | | 16 bits, by autocast | it saves time | 16 bits are emulated: the setup prints whether bf16 is native |
+# | | compiled blocks | it saves time, after a slow first step | each batch has another shape |
+# | | a loss in chunks | it saves time beside checkpoints | |
+# | **activations at the peak** | micro-batches | 16 % | one text alone does not fit |
+# | | checkpoints | 24 % | weights and states are at the peak |
+# | | activation offloading | more than three times the step | checkpoints are enough, or there already |
+# | **all weights train** | the step in backward | nothing | you accumulate, clip, or train in fp16 |
+# | | 8-bit AdamW | 11 % | |
+# | | states on the host | the way there and back, each step | the host has no 16 bytes per weight |
+# | **adapters train** | LoRA, on 16 bits | it learns more slowly ([notebook 05](../notebooks/05_fine_tuning_pretrained_models.ipynb)) | much that is new has to be learned |
+# | | QLoRA | a third more than LoRA, and rounding | the weights fit in 16 bits |
+# | | QLoRA, streamed | 15 % more than QLoRA | the weights fit in four bits |
 #
 # The [cheatsheet](../CHEATSHEET.md) has the numbers of each recipe and its switch in the libraries, [TRAPS.md](../TRAPS.md) what goes wrong.
 #
@@ -1191,7 +1205,7 @@ del model, optimizer, loss
 folder.cleanup()
 
 # %% [markdown]
-# The second step, with all states, has the peak of *8-bit AdamW in backward, compiled*. Clipping and accumulation need all gradients at once: for them take `bitsandbytes.optim.AdamW8bit(model.parameters(), lr=2e-5)` and the plain loop. A T4 has no bf16: there it is the plain loop with fp16 and a `GradScaler` (recipe 4), which excludes the step in backward.
+# The second step, with all states, has the peak of *8-bit AdamW in backward, compiled*. These weights have 32 bits. In 16, with half of the states, too, 3B fits 24 GB by the table: [notebook 04](../notebooks/04_training_long_sequences.ipynb#Two-ways-for-larger-models) has that loop. Clipping and accumulation need all gradients at once: for them take `bitsandbytes.optim.AdamW8bit(model.parameters(), lr=2e-5)` and the plain loop. A T4 has no bf16: there it is the plain loop with fp16 and a `GradScaler` (recipe 4), which excludes the step in backward.
 #
 # ### Adapters
 #
@@ -1200,7 +1214,7 @@ folder.cleanup()
 # - The second cell uses nothing else of this page. Give it `source` and `half`, and your own pairs.
 # - For LoRA in 16 bits, the faster one where it fits, leave out `quantization_config` in both places.
 # - It is written for transformers 5.23 and TRL 1.16 (before: `gradient_checkpointing=True`).
-# - It ran on a CPU. On a GPU it prints its peak: two texts of at most 1,024 tokens are the 2,048 of [the table](#What-fits-your-card).
+# - It ran on a CPU. On a GPU it prints its peak, to compare with [the table](#What-fits-your-card): two texts of at most 1,024 tokens are the table's 2,048.
 # - After one step the adapters are loaded again, and the first question is asked: expect no right answer. The loss that it prints is of one-word answers, before any training.
 # - Rows of `messages` in place of `prompt` and `completion` train on the question, too, unless `assistant_only_loss=True`.
 

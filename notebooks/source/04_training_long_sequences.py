@@ -25,7 +25,7 @@
 # > | offloaded inputs, too (here TRL's switches end; counted with our offload) | 64,614 | | 16 GB |
 # > | tiles, too: **the five lines** | 161,072 | 135,015 | 41 GB |
 # >
-# > With embedding and norms in 16 bits. In 32 bits, as peft's `prepare_model_for_kbit_training` leaves them, [the text is shorter](#Two-ways-for-larger-models).
+# > With embedding and norms in 16 bits. In 32 bits, as peft's `prepare_model_for_kbit_training` leaves them, the text is shorter (*Two ways for larger models*).
 # >
 # > **On two CPU cores**, all weights of smollm2-135m within 4 GiB of tensors: 895 tokens with eager attention, 1,589 by default, 54,182 with all the switches, **92,346 with the five lines**, counted in *dry steps*, on tensors without data. On 16,384 tokens the blocks take 1.32× (1.28–1.34) the time of plain ones; a step of 92,346 would take 2.6 hours there, by a line through two shorter ones. In 10 steps of 6 fresh blocks on texts of 4,096 tokens no loss differs from that of the plain steps by more than 0.0003; plain steps in fp32 differ by 0.0006.
 # >
