@@ -501,7 +501,7 @@ offloaded = build(step=offloaded_step)
 ladder.climb("activation offloading", offloaded, **in_32_bits, **if_on_gpu)
 
 # %% [markdown]
-# **The answer.** Here, by 39 MiB; on the H100 [below](#Notebook-01-on-a-GPU) no, and it takes three times as long as checkpoints. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. Where blocks can be computed twice, take checkpoints (on texts as short as those of the H100, 256 tokens; on long ones an offload hides better).
+# **The answer.** Here, by 39 MiB; on the H100 [below](#Notebook-01-on-a-GPU) no, and it takes three times as long as checkpoints. Offloading keeps the activations of the last block alone, which backward needs first; checkpointing keeps the inputs of all. Both leave the logits. Where blocks can be computed twice, take checkpoints (the H100 had texts of 256 tokens; longer ones were not timed here).
 #
 # **In your code.** Write `with torch.autograd.graph.save_on_cpu(pin_memory=True):` around forward, or `activation_offloading=True` in TRL's `SFTConfig`. `save_on_cpu` moves saved weights, too; `with offload_activations(model, to="host"):` of this repository does not.
 #
@@ -887,7 +887,7 @@ take_turns()
 ladder.chart()
 
 # %% [markdown]
-# **The answer.** The weights, 125 of 281 MiB: 54 are the embedding in 16 bits. The 110 of *other* are one chunk of logits and its gradient, 54 each.
+# **The answer.** The weights, 125 of 281 MiB: 54 are the embedding in 16 bits. *Other*, 110, belongs to the loss: one chunk of 288 rows of logits, in 32 bits, has 54.
 #
 # ## Does the loss fall?
 #
@@ -988,7 +988,7 @@ for name in ("QLoRA", "LoRA, compiled"):
 #
 # The equation for five models on one text of 2,048 tokens. With checkpoints it has a third moment, when backward computes a block again: weights + states + inputs of all blocks + all that one block keeps, and the gradients in it. All ways have checkpoints and a loss in chunks.
 #
-# - *Full, 8-bit AdamW*: all weights train, kept and multiplied in 32 bits. The optimizer steps in backward. (Products under autocast: a GPU's attention in 32 bits may keep scores, which are not counted.)
+# - *Full, 8-bit AdamW*: all weights train, kept and multiplied in 32 bits. The optimizer steps in backward. (On a GPU take autocast all the same: its attention in 32 bits may keep scores, which are not counted.)
 # - *Full, all in 16 bits*: the same with weights and states in 16 bits, by `bf16_adamw`, which rounds stochastically.
 # - *Full, states in 8 bits*: weights in 16 bits, states in 8, by torchao's `AdamW8bit(…, bf16_stochastic_round=True)`.
 # - *LoRA*, *QLoRA*, *QLoRA, streamed*: adapters of rank 16 train, on a base in 16 bits, in four bits (embedding and output layer in 16), or in four bits with two blocks at a time on the card.
@@ -1205,7 +1205,7 @@ del model, optimizer, loss
 folder.cleanup()
 
 # %% [markdown]
-# The second step, with all states, has the peak of *8-bit AdamW in backward, compiled*. These weights have 32 bits. In 16, with half of the states, too, 3B fits 24 GB by the table: [notebook 04](../notebooks/04_training_long_sequences.ipynb#Two-ways-for-larger-models) has that loop. Clipping and accumulation need all gradients at once: for them take `bitsandbytes.optim.AdamW8bit(model.parameters(), lr=2e-5)` and the plain loop. A T4 has no bf16: there it is the plain loop with fp16 and a `GradScaler` (recipe 4), which excludes the step in backward.
+# The second step, with all states, has the peak of *8-bit AdamW in backward, compiled*. These weights have 32 bits. In 16, with half of the states, too, 3B fits 24 GB by the table, narrowly: [notebook 04](../notebooks/04_training_long_sequences.ipynb#Two-ways-for-larger-models) has that loop. Clipping and accumulation need all gradients at once: for them take `bitsandbytes.optim.AdamW8bit(model.parameters(), lr=2e-5)` and the plain loop. A T4 has no bf16: there it is the plain loop with fp16 and a `GradScaler` (recipe 4), which excludes the step in backward.
 #
 # ### Adapters
 #
@@ -1370,7 +1370,9 @@ if not fast():  # in models as small as those of FAST mode, what is left out cou
     assert abs(in_four / at_once - 0.5) < 0.02 or device != "cpu", "the exercise"
     least = min(row.peak_bytes for row in ladder.rows)
     assert ladder["everything combined"].peak_bytes == least, "it is the smallest"
-    assert abs(whole_peak / ladder[whole_row].peak_bytes - 1) < 0.01, "the loop at home"
+    if device == "cpu" and native:  # elsewhere the row has another precision or compiler
+        at_home = whole_peak / ladder[whole_row].peak_bytes
+        assert abs(at_home - 1) < 0.01, "the loop at home"
 falling = ("baseline", lean_row, whole_row, "LoRA")
 peaks = [ladder[name].peak_bytes for name in falling]
 assert peaks == sorted(peaks, reverse=True), "each is lower than the one before"

@@ -783,7 +783,7 @@ ladder
 ladder.chart()
 
 # %% [markdown]
-# By the count LoRA takes 4/6 of the time, and 1 % more for the adapters. Here it saves less than that: its many small products are slow on this CPU. QLoRA also unpacks all weights in each step. *Everything combined* takes the least memory, and no less time than QLoRA.
+# By the count LoRA takes 4/6 of the time, and 1 % more for the adapters. Here it saves less than that. QLoRA also unpacks all weights in each step. *Everything combined* takes the least memory, and no less time than QLoRA.
 #
 # ## 5. The run: does the model learn the task?
 #
