@@ -1370,9 +1370,8 @@ if not fast():  # in models as small as those of FAST mode, what is left out cou
     assert abs(in_four / at_once - 0.5) < 0.02 or device != "cpu", "the exercise"
     least = min(row.peak_bytes for row in ladder.rows)
     assert ladder["everything combined"].peak_bytes == least, "it is the smallest"
-    if (
-        device == "cpu" and native
-    ):  # elsewhere the row has another precision or compiler
+    # Elsewhere the row has another precision, or a compiler that keeps less.
+    if device == "cpu" and native:
         at_home = whole_peak / ladder[whole_row].peak_bytes
         assert abs(at_home - 1) < 0.01, "the loop at home"
 falling = ("baseline", lean_row, whole_row, "LoRA")
